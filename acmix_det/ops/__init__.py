@@ -1,0 +1,3 @@
+from .local_attention import local_attention
+
+__all__ = ['local_attention']

@@ -1,0 +1,256 @@
+"""The public operation: argument checks, choice of backend, custom op."""
+import math
+from typing import List, Optional
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import reference, torch_backend
+from .checks import (check_attn_kernel_size, check_choice,
+                     check_positive_int)
+
+PADDING_MODES = ('mask', 'zeros', 'reflect')
+BACKENDS = ('auto', 'reference', 'torch')
+
+_MODULES = dict(reference=reference, torch=torch_backend)
+
+
+def local_attention(query: Tensor,
+                    key: Optional[Tensor],
+                    value: Tensor,
+                    attn_kernel_size: int,
+                    *,
+                    rel_pos_h: Optional[Tensor] = None,
+                    rel_pos_w: Optional[Tensor] = None,
+                    scale: float = 1.0,
+                    stride: int = 1,
+                    dilation: int = 1,
+                    padding_mode: str = 'mask',
+                    backend: str = 'auto') -> Tensor:
+    r"""Attention of every pixel to the k x k neighborhood around it.
+
+    For pixel :math:`i` and the offsets :math:`o = (dy, dx)` of its
+    neighborhood
+
+    .. math::
+        logit(i, o) = scale \cdot (q_i \cdot k_{i+o} + q_i \cdot r_o),\quad
+        y_i = \sum_o softmax_o(logit(i, o)) \, v_{i+o}
+
+    with :math:`r_o = concat(rel\_pos\_h[:, dy], rel\_pos\_w[:, dx])`
+    (`Stand-Alone Self-Attention in Vision Models
+    <https://arxiv.org/abs/1906.05909>`_, equations 2 and 3; heads do not mix).
+    Logits and softmax of half types are computed in float32.
+
+    Shapes: B batch, N heads, D channels per head of query and key, Dv of
+    value, k = ``attn_kernel_size``.
+
+    Args:
+        query (Tensor): Queries, (B, N, D, H, W).
+        key (Tensor | None): Keys, (B, N, D, H, W). None leaves q . k out of
+            the logits; positions are needed then.
+        value (Tensor): Values, (B, N, Dv, H, W).
+        attn_kernel_size (int): Extent k of the neighborhood, odd. It may
+            exceed the map.
+        rel_pos_h (Tensor | None): Embeddings of the row offsets,
+            (N, D // 2, k). Defaults to None.
+        rel_pos_w (Tensor | None): Embeddings of the column offsets,
+            (N, D - D // 2, k); given if and only if ``rel_pos_h`` is.
+            Defaults to None.
+        scale (float): Factor on the logits. Defaults to 1.0.
+        stride (int): Step between the pixels that are computed, starting at
+            the first. Defaults to 1.
+        dilation (int): Step between neighbors. Defaults to 1.
+        padding_mode (str): What the positions outside the image are: 'mask'
+            (no part in the softmax), 'zeros' (a zero key and value that take
+            part) or 'reflect' (the image mirrored at its border pixels, as
+            often as needed). Defaults to 'mask'.
+        backend (str): 'reference', 'torch', or 'auto' for the fastest that
+            can run. A backend asked for by name is never replaced by another.
+            Defaults to 'auto'.
+
+    Returns:
+        Tensor: (B, N, Dv, ceil(H / stride), ceil(W / stride)), in the type of
+        query.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a shape or value breaks the rules above.
+        RuntimeError: If the backend asked for cannot run here.
+
+    Example:
+        >>> import torch
+        >>> from acmix_det.ops import local_attention
+        >>> q, k, v = torch.rand(3, 2, 4, 8, 20, 30)
+        >>> local_attention(q, k, v, 7, stride=2).shape
+        torch.Size([2, 4, 8, 10, 15])
+    """
+    _check_tensors(query, key, value, rel_pos_h, rel_pos_w)
+    attn_kernel_size = check_attn_kernel_size(attn_kernel_size)
+    stride = check_positive_int('stride', stride)
+    dilation = check_positive_int('dilation', dilation)
+    _check_rel_pos(query, key, rel_pos_h, rel_pos_w, attn_kernel_size)
+    if not math.isfinite(scale):
+        raise ValueError(f'scale must be a finite number, got {scale}')
+    check_choice('padding_mode', padding_mode, PADDING_MODES)
+    backend = _pick_backend(backend, query)
+
+    args = (query, key, value, rel_pos_h, rel_pos_w, attn_kernel_size,
+            float(scale), stride, dilation, padding_mode)
+    if backend == 'reference':
+        return reference.local_attention(*args)
+    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
+        # standard operators only, which the exported graph can hold
+        return torch_backend.local_attention(*args)
+    return _local_attention_op(*args, backend)
+
+
+def _check_tensors(query, key, value, rel_pos_h, rel_pos_w) -> None:
+    for name, x in (('query', query), ('key', key), ('value', value),
+                    ('rel_pos_h', rel_pos_h), ('rel_pos_w', rel_pos_w)):
+        if x is None and name not in ('query', 'value'):
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f'{name} must be a Tensor, got {type(x).__name__}')
+        if not x.is_floating_point():
+            raise TypeError(f'{name} must be of a floating type, got {x.dtype}')
+        if x.dtype != query.dtype:
+            raise TypeError(f'{name} must have the dtype of query '
+                            f'({query.dtype}), got {x.dtype}')
+        if x.device != query.device:
+            raise ValueError(f'{name} must be on the device of query '
+                             f'({query.device}), got {x.device}')
+    if query.dim() != 5:
+        raise ValueError('query must have the shape (B, N, D, H, W), got '
+                         f'{tuple(query.shape)}')
+    if 0 in query.shape[1:]:
+        raise ValueError('query must have no empty dimension except the '
+                         f'batch, got {tuple(query.shape)}')
+    if key is not None and key.shape != query.shape:
+        raise ValueError(f'key must have the shape of query '
+                         f'{tuple(query.shape)}, got {tuple(key.shape)}')
+    if (value.dim() != 5 or value.shape[:2] != query.shape[:2]
+            or value.shape[3:] != query.shape[3:] or value.shape[2] == 0):
+        b, n, _, h, w = query.shape
+        raise ValueError(f'value must have the shape ({b}, {n}, Dv, {h}, {w})'
+                         f', got {tuple(value.shape)}')
+
+
+def _check_rel_pos(query, key, rel_pos_h, rel_pos_w, kernel) -> None:
+    if (rel_pos_h is None) != (rel_pos_w is None):
+        missing = 'rel_pos_h' if rel_pos_h is None else 'rel_pos_w'
+        raise ValueError('rel_pos_h and rel_pos_w must be given together, got '
+                         f'{missing}=None')
+    if rel_pos_h is None:
+        if key is None:
+            raise ValueError('key must be a Tensor where there are no '
+                             'relative positions, got None')
+        return
+    n, d = query.shape[1:3]
+    for name, x, channels in (('rel_pos_h', rel_pos_h, d // 2),
+                              ('rel_pos_w', rel_pos_w, d - d // 2)):
+        if tuple(x.shape) != (n, channels, kernel):
+            raise ValueError(f'{name} must have the shape {(n, channels, kernel)}'
+                             f', got {tuple(x.shape)}')
+
+
+def _pick_backend(backend: str, query: Tensor) -> str:
+    check_choice('backend', backend, BACKENDS)
+    if backend == 'auto':
+        return 'torch'
+    reason = _MODULES[backend].can_use(query)
+    if reason is not None:
+        raise RuntimeError(f'backend={backend!r} cannot run: {reason}')
+    return backend
+
+
+# One opaque operator for every fast backend, so that torch.compile and FLOP
+# counters see one node, forward and backward.
+
+
+@torch.library.custom_op('acmix_det::local_attention', mutates_args=())
+def _local_attention_op(query: Tensor, key: Optional[Tensor], value: Tensor,
+                        rel_pos_h: Optional[Tensor],
+                        rel_pos_w: Optional[Tensor], attn_kernel_size: int,
+                        scale: float, stride: int, dilation: int,
+                        padding_mode: str, backend: str) -> Tensor:
+    return _MODULES[backend].local_attention(query, key, value, rel_pos_h,
+                                             rel_pos_w, attn_kernel_size,
+                                             scale, stride, dilation,
+                                             padding_mode)
+
+
+@_local_attention_op.register_fake
+def _(query, key, value, rel_pos_h, rel_pos_w, attn_kernel_size, scale, stride,
+      dilation, padding_mode, backend):
+    h, w = query.shape[-2:]
+    return value.new_empty(*value.shape[:3], (h + stride - 1) // stride,
+                           (w + stride - 1) // stride)
+
+
+@torch.library.custom_op(
+    'acmix_det::local_attention_backward', mutates_args=())
+def _local_attention_backward_op(grad: Tensor, query: Tensor,
+                                 key: Optional[Tensor], value: Tensor,
+                                 rel_pos_h: Optional[Tensor],
+                                 rel_pos_w: Optional[Tensor],
+                                 attn_kernel_size: int, scale: float,
+                                 stride: int, dilation: int,
+                                 padding_mode: str,
+                                 backend: str) -> List[Tensor]:
+    grads = _MODULES[backend].local_attention_backward(
+        grad, query, key, value, rel_pos_h, rel_pos_w, attn_kernel_size, scale,
+        stride, dilation, padding_mode)
+    return [g for g in grads if g is not None]
+
+
+@_local_attention_backward_op.register_fake
+def _(grad, query, key, value, rel_pos_h, rel_pos_w, *args):
+    tensors = (query, key, value, rel_pos_h, rel_pos_w)
+    return [x.new_empty(x.shape) for x in tensors if x is not None]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _backward(ctx, grad):
+    tensors = ctx.saved_tensors
+    grads = iter(
+        _local_attention_backward_op(grad, *tensors, *ctx.options))
+    return (*(None if x is None else next(grads) for x in tensors),
+            *(None for _ in ctx.options))
+
+
+_local_attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _products(query_shape, key_shape, value_shape, rel_pos_shape, kernel,
+              stride) -> int:
+    """Multiply-adds of q . k, q . r (in its separable form) and attn . v."""
+    b, n, d, h, w = query_shape
+    positions = b * n * -(-h // stride) * -(-w // stride)
+    per_position = kernel * kernel * value_shape[2]
+    if key_shape is not None:
+        per_position += kernel * kernel * d
+    if rel_pos_shape is not None:
+        per_position += kernel * d
+    return positions * per_position
+
+
+@register_flop_formula(torch.ops.acmix_det.local_attention)
+def _flops(query, key, value, rel_pos_h, rel_pos_w, attn_kernel_size, scale,
+           stride, *args, out_shape=None, **kwargs) -> int:
+    return 2 * _products(query, key, value, rel_pos_h, attn_kernel_size,
+                         stride)
+
+
+@register_flop_formula(torch.ops.acmix_det.local_attention_backward)
+def _backward_flops(grad, query, key, value, rel_pos_h, rel_pos_w,
+                    attn_kernel_size, scale, stride, *args, out_shape=None,
+                    **kwargs) -> int:
+    # the forward's logits again, then two products for each of its own
+    forward = _products(query, key, value, rel_pos_h, attn_kernel_size, stride)
+    values = _products(query, None, value, None, attn_kernel_size, stride)
+    return 2 * (3 * forward - values)
