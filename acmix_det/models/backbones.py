@@ -1,0 +1,202 @@
+"""ResNets whose 3x3 convolutions are attention."""
+import warnings
+from typing import Optional, Sequence
+
+from mmdet.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
+from mmdet.registry import MODELS
+from mmengine.logging import print_log
+from mmengine.runner import CheckpointLoader
+from torch import nn
+
+from .swap import resolve_attn_cfg, swap_conv
+
+# the 3x3 convolutions of a block
+_SPATIAL_CONVS = {BasicBlock: ('conv1', 'conv2'), Bottleneck: ('conv2', )}
+
+
+class AttnResNet(ResNet):
+    """mmdet's ResNet with attention for the 3x3 convolutions of its blocks.
+
+    Every argument of :class:`mmdet.models.ResNet` is accepted, and the depths
+    26 ([1, 2, 4, 1] bottlenecks) and 38 ([2, 3, 5, 2]) of the SASA and ACmix
+    papers besides mmdet's own.
+
+    Args:
+        depth (int): 18, 26, 34, 38, 50, 101 or 152.
+        attn_cfg (dict | None): The attention layer: ``type`` and its own
+            arguments (``num_heads``, ``attn_kernel_size``, ...). Defaults to
+            None, the layer's defaults.
+        stage_with_attn (Sequence[bool] | None): Which stages are attention,
+            as long as ``num_stages``. Defaults to None, all of them.
+        attn_stem (dict | None): Arguments of
+            :class:`acmix_det.layers.SASAStem2d` (an empty dict for its
+            defaults), which replaces the convolution of the stem; a batch
+            norm and max pooling follow. Defaults to None, mmdet's stem.
+        **kwargs: Arguments of :class:`mmdet.models.ResNet`. ``pretrained`` is
+            refused, use ``init_cfg``.
+
+    Raises:
+        TypeError: If ``attn_cfg`` has a key that its layer does not take.
+        ValueError: If the depth does not exist, nothing would be replaced, or
+            arguments contradict each other.
+
+    Example:
+        >>> import torch
+        >>> from acmix_det.models import SASAResNet
+        >>> model = SASAResNet(26, stage_with_attn=(False, False, True, True))
+        >>> [tuple(x.shape) for x in model(torch.rand(1, 3, 64, 96))]
+        [(1, 256, 16, 24), (1, 512, 8, 12), (1, 1024, 4, 6), (1, 2048, 2, 3)]
+    """
+
+    arch_settings = {
+        **ResNet.arch_settings,
+        26: (Bottleneck, (1, 2, 4, 1)),
+        38: (Bottleneck, (2, 3, 5, 2)),
+    }
+    attn_type: str
+
+    def __init__(self,
+                 depth: int,
+                 *,
+                 attn_cfg: Optional[dict] = None,
+                 stage_with_attn: Optional[Sequence[bool]] = None,
+                 attn_stem: Optional[dict] = None,
+                 **kwargs) -> None:
+        if depth not in self.arch_settings:
+            raise ValueError(f'depth must be one of '
+                             f'{sorted(self.arch_settings)}, got {depth!r}')
+        if kwargs.get('pretrained') is not None:
+            raise ValueError(
+                'pretrained must be None, use init_cfg=dict(type="Pretrained",'
+                f' checkpoint=...) instead, got {kwargs["pretrained"]!r}')
+        num_stages = kwargs.get('num_stages', 4)
+        if stage_with_attn is None:
+            stage_with_attn = (True, ) * num_stages
+        if len(stage_with_attn) != num_stages:
+            raise ValueError(
+                'stage_with_attn must have one entry for each of the '
+                f'num_stages={num_stages}, got {tuple(stage_with_attn)}')
+        if not any(stage_with_attn) and attn_stem is None:
+            raise ValueError('stage_with_attn must be True for some stage '
+                             f'(or use ResNet), got {tuple(stage_with_attn)}')
+        if attn_stem is not None and kwargs.get('deep_stem'):
+            raise ValueError('attn_stem must be None with deep_stem=True, got '
+                             f'{attn_stem}')
+        if kwargs.get('dcn') is not None:
+            with_dcn = kwargs.get('stage_with_dcn', (False, ) * num_stages)
+            if any(a and d for a, d in zip(stage_with_attn, with_dcn)):
+                raise ValueError(
+                    'stage_with_dcn and stage_with_attn must not name the '
+                    f'same stage, got stage_with_dcn={tuple(with_dcn)}, '
+                    f'stage_with_attn={tuple(stage_with_attn)}')
+        attn_cfg = resolve_attn_cfg(attn_cfg, self.attn_type)
+        super().__init__(depth, **kwargs)
+        self.attn_cfg = attn_cfg
+        self.stage_with_attn = tuple(bool(x) for x in stage_with_attn)
+        for layer_name, with_attn in zip(self.res_layers,
+                                         self.stage_with_attn):
+            if with_attn:
+                for block in getattr(self, layer_name):
+                    for name in _SPATIAL_CONVS[self.block]:
+                        swap_conv(block, name, attn_cfg)
+        if attn_stem is not None:
+            self._make_attn_stem(attn_stem)
+        self._freeze_stages()  # the new layers too
+        self._warn_of_frozen_attention(attn_stem is not None)
+
+    def _make_attn_stem(self, attn_stem: dict) -> None:
+        cfg = dict(
+            type='SASAStem',
+            in_channels=self.conv1.in_channels,
+            out_channels=self.conv1.out_channels)
+        self.conv1 = MODELS.build({**cfg, **attn_stem})
+        self.relu = nn.Identity()  # none in the paper's stem
+        size = self.conv1.block_size
+        self.maxpool = nn.MaxPool2d(size, size, ceil_mode=True)
+
+    def _warn_of_frozen_attention(self, stem: bool) -> None:
+        frozen = ['stem'] if stem and self.frozen_stages >= 0 else []
+        frozen += [
+            name for i, name in enumerate(self.res_layers)
+            if self.stage_with_attn[i] and i < self.frozen_stages
+        ]
+        if frozen:
+            warnings.warn(
+                f'frozen_stages={self.frozen_stages} freezes the attention of '
+                f'{", ".join(frozen)} in {type(self).__name__}; unless a '
+                'checkpoint that holds these layers is loaded, they stay '
+                'random for the whole training: set frozen_stages=-1 or '
+                'stage_with_attn=False for them')
+
+    def train(self, mode: bool = True) -> 'AttnResNet':
+        """Set the mode, frozen stages and ``norm_eval`` respected."""
+        super().train(mode)
+        return self  # mmdet's returns None
+
+    def init_weights(self) -> None:
+        """Initialise or load the weights.
+
+        With ``init_cfg=dict(type='Pretrained', ...)`` the weights that fit are
+        loaded (a convolutional ResNet's too: all but its attention layers),
+        and a summary is logged.
+
+        Raises:
+            ValueError: If no weight of the checkpoint fits.
+        """
+        cfg = self.init_cfg
+        if isinstance(cfg, dict) and cfg['type'] in ('Pretrained',
+                                                     'PretrainedInit'):
+            self._load_pretrained(cfg['checkpoint'], cfg.get('prefix'))
+            self._is_init = True
+        else:
+            super().init_weights()
+
+    def _load_pretrained(self, path: str, prefix: Optional[str]) -> None:
+        state = CheckpointLoader.load_checkpoint(
+            path, map_location='cpu', logger='silent')
+        state = state.get('state_dict', state)
+        for start in ('module.', f'{prefix}.' if prefix else ''):
+            if any(key.startswith(start) for key in state):
+                state = {
+                    key[len(start):]: x
+                    for key, x in state.items() if key.startswith(start)
+                }
+            elif start != 'module.':
+                state = {}
+        own = self.state_dict()
+        fits = {
+            key: x
+            for key, x in state.items()
+            if key in own and x.shape == own[key].shape
+        }
+        new = [key for key in own if key not in fits]
+        dropped = [key for key in state if key not in fits]
+        summary = (f'{type(self).__name__}: {len(fits)} of {len(own)} tensors '
+                   f'loaded from {path}')
+        if not fits:
+            raise ValueError(
+                f'{summary}; the checkpoint has {_some(dropped)}, the model '
+                f'{_some(new)}: check init_cfg (prefix)')
+        self.load_state_dict(fits, strict=False)
+        print_log(
+            f'{summary}; {len(new)} start new ({_some(new)}); {len(dropped)} '
+            f'of the checkpoint not used ({_some(dropped)})',
+            logger='current')
+
+
+@MODELS.register_module()
+class SASAResNet(AttnResNet):
+    __doc__ = AttnResNet.__doc__
+    attn_type = 'SASA'
+
+
+@MODELS.register_module()
+class ACmixResNet(AttnResNet):
+    __doc__ = AttnResNet.__doc__
+    attn_type = 'ACmix'
+
+
+def _some(keys: Sequence[str]) -> str:
+    if not keys:
+        return 'none'
+    return ', '.join(keys[:3]) + (', ...' if len(keys) > 3 else '')
