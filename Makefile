@@ -1,0 +1,22 @@
+# The first Python that can make a virtual environment and that the host supports.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; do \
+	$$p -c 'import venv' >/dev/null 2>&1 && echo $$p && break; done)
+VENV ?= .venv
+INSTALLED := $(VENV)/.installed
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+.PHONY: demo test install
+
+demo: $(INSTALLED)
+	$(VENV)/bin/python tools/demo.py $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+install: $(INSTALLED)
+
+$(INSTALLED): setup.py pyproject.toml $(wildcard requirements/*.txt)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -e '.[lite,digits,test]'
+	touch $@
