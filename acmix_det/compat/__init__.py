@@ -1,0 +1,19 @@
+"""What MMDetection 3.3 needs to run with current packages. All of it happens on `import acmix_det`."""
+from .dependencies import check_dependencies
+
+
+def install():
+    """Apply every adjustment of the host. Calling it again changes nothing.
+
+    The imports are local because these modules need the packages that `check_dependencies` checks.
+    """
+    from .checkpoint_loader import register_local_loader
+    from .mmcv_ext import provide_mmcv_ext
+    from .package_lookup import register_config_package
+
+    provide_mmcv_ext()
+    register_local_loader()
+    register_config_package()
+
+
+__all__ = ['check_dependencies', 'install']
