@@ -16,7 +16,7 @@ test: $(INSTALLED)
 
 install: $(INSTALLED)
 
-$(INSTALLED): setup.py pyproject.toml $(wildcard requirements/*.txt)
+$(INSTALLED): setup.py pyproject.toml $(wildcard requirements/*.txt acmix_det/ops/csrc/*)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -e '.[lite,digits,test]'
 	touch $@

@@ -1,8 +1,10 @@
+import platform
 import re
 import shutil
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -35,6 +37,31 @@ class BuildPyWithMim(build_py):
                 link_or_copy(ROOT / name, target)
             else:
                 copy(ROOT / name, target)
+
+
+KERNELS = 'acmix_det/ops/csrc/'
+COMMON_FLAGS = ['-O3', '-g0', '-fvisibility=hidden', '-std=c++17', '-fno-math-errno', '-fno-trapping-math']
+# One set of kernels for every instruction set; the library chooses when it runs. Baseline first: of the
+# standard library's templates, which all sets share, the linker keeps the first copy.
+ISA_FLAGS = {'kernels_baseline.cpp': []}
+if platform.machine().lower() in ('x86_64', 'amd64'):
+    ISA_FLAGS.update({
+        'kernels_avx2.cpp': ['-mavx2', '-mfma'],
+        'kernels_avx512.cpp': ['-mavx512f', '-mavx512bw', '-mavx512dq', '-mavx512vl', '-mfma'],
+    })
+
+
+class BuildKernels(build_ext):
+    """Compile each source for its instruction set. Without a compiler the package does without."""
+
+    def build_extension(self, ext):
+        objects = []
+        for source in ext.sources:
+            flags = ISA_FLAGS.get(Path(source).name, [])
+            objects += self.compiler.compile([source], output_dir=self.build_temp, depends=ext.depends,
+                                             extra_postargs=[*ext.extra_compile_args, *flags])
+        self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), target_lang='c++',
+                                         extra_postargs=['-pthread'], build_temp=self.build_temp)
 
 
 def remove(path):
@@ -80,6 +107,13 @@ setup(
     install_requires=read_requirements('runtime'),
     # 'all' leaves out 'lite', which would overwrite compiled mmcv ops.
     extras_require={**EXTRAS, 'all': EXTRAS['digits'] + EXTRAS['test']},
-    cmdclass={'build_py': BuildPyWithMim},
+    # A failure to build it is a warning: the portable backend gives the same results.
+    ext_modules=[
+        Extension('acmix_det.ops._local_attention',
+                  sources=[KERNELS + name for name in ('dispatch.cpp', *ISA_FLAGS)],
+                  depends=sorted(map(str, Path(KERNELS).glob('*.[hi]*'))),
+                  extra_compile_args=COMMON_FLAGS, language='c++', optional=True)
+    ],
+    cmdclass={'build_py': BuildPyWithMim, 'build_ext': BuildKernels},
     zip_safe=False,
 )

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import reference, torch_backend
+from . import cpu_backend, reference, torch_backend
 from .checks import (check_attn_kernel_size, check_choice,
                      check_positive_int)
 
 PADDING_MODES = ('mask', 'zeros', 'reflect')
-BACKENDS = ('auto', 'reference', 'torch')
+BACKENDS = ('auto', 'reference', 'torch', 'cpu')
 
-_MODULES = dict(reference=reference, torch=torch_backend)
+_MODULES = dict(reference=reference, torch=torch_backend, cpu=cpu_backend)
 
 
 def local_attention(query: Tensor,
@@ -65,9 +65,10 @@ def local_attention(query: Tensor,
             (no part in the softmax), 'zeros' (a zero key and value that take
             part) or 'reflect' (the image mirrored at its border pixels, as
             often as needed). Defaults to 'mask'.
-        backend (str): 'reference', 'torch', or 'auto' for the fastest that
-            can run. A backend asked for by name is never replaced by another.
-            Defaults to 'auto'.
+        backend (str): 'reference' (the definition, slow), 'torch' (portable),
+            'cpu' (native), or 'auto' for the fastest that can run. A backend
+            asked for by name is never replaced by another. Defaults to
+            'auto'.
 
     Returns:
         Tensor: (B, N, Dv, ceil(H / stride), ceil(W / stride)), in the type of
@@ -157,6 +158,8 @@ def _check_rel_pos(query, key, rel_pos_h, rel_pos_w, kernel) -> None:
 def _pick_backend(backend: str, query: Tensor) -> str:
     check_choice('backend', backend, BACKENDS)
     if backend == 'auto':
+        if query.device.type == 'cpu' and cpu_backend.can_use(query) is None:
+            return 'cpu'
         return 'torch'
     reason = _MODULES[backend].can_use(query)
     if reason is not None:
