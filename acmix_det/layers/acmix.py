@@ -191,6 +191,8 @@ class ACmix2d(AttentionConv2d):
         # [D * N, taps, kc, kc] x [taps, 3N] -> (D * N, 3N, kc, kc)
         weight = torch.einsum('otyx,tm->omyx', self.shift_weight.mean(0),
                               self.fc_weight)
+        # other strides would make F.conv2d choose another memory format
+        weight = weight.contiguous()
         return F.conv2d(
             proj,
             weight,
