@@ -56,8 +56,8 @@ def test_demo_trains_compares_and_continues(tmp_path):
 def test_failing_training_shows_the_end_of_its_log(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / 'tools' / 'demo.py'), '--num-train', '8',
-         '--num-val', '2', '--cfg-options', 'optim_wrapper.optimizer.type=Nonsense'],
+         '--num-val', '2', '--cfg-options', 'train_cfg.type=Nonsense'],
         cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert 'The training of convolution failed (exit status 1)' in done.stderr
-    assert 'Nonsense is not in the mmengine::optimizer registry' in done.stderr
+    assert 'Nonsense is not in the ' in done.stderr, done.stderr
