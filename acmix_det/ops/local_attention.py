@@ -1,19 +1,24 @@
 """The public operation: argument checks, choice of backend, custom op."""
+import contextlib
 import math
-from typing import List, Optional
+from typing import Iterator, List, Optional
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu_backend, reference, torch_backend
+from . import cpu_backend, reference, torch_backend, triton_backend
 from .checks import (check_attn_kernel_size, check_choice,
                      check_positive_int)
 
 PADDING_MODES = ('mask', 'zeros', 'reflect')
-BACKENDS = ('auto', 'reference', 'torch', 'cpu')
+BACKENDS = ('auto', 'reference', 'torch', 'cpu', 'triton')
 
-_MODULES = dict(reference=reference, torch=torch_backend, cpu=cpu_backend)
+_MODULES = dict(
+    reference=reference,
+    torch=torch_backend,
+    cpu=cpu_backend,
+    triton=triton_backend)
 
 
 def local_attention(query: Tensor,
@@ -66,9 +71,9 @@ def local_attention(query: Tensor,
             part) or 'reflect' (the image mirrored at its border pixels, as
             often as needed). Defaults to 'mask'.
         backend (str): 'reference' (the definition, slow), 'torch' (portable),
-            'cpu' (native), or 'auto' for the fastest that can run. A backend
-            asked for by name is never replaced by another. Defaults to
-            'auto'.
+            'cpu' (native), 'triton' (CUDA), or 'auto' for the fastest that
+            can run. A backend asked for by name is never replaced by another.
+            Defaults to 'auto'.
 
     Returns:
         Tensor: (B, N, Dv, ceil(H / stride), ceil(W / stride)), in the type of
@@ -160,7 +165,15 @@ def _pick_backend(backend: str, query: Tensor) -> str:
     if backend == 'auto':
         if query.device.type == 'cpu' and cpu_backend.can_use(query) is None:
             return 'cpu'
+        if query.device.type == 'cuda':
+            broken = triton_backend.broken()
+            if broken is not None:  # a slow path would hide it
+                raise RuntimeError(f"{broken}, or ask for backend='torch'")
+            if triton_backend.can_use(query) is None:
+                return 'triton'
         return 'torch'
+    if query.device.type == 'meta':
+        return backend  # shapes only, nothing runs
     reason = _MODULES[backend].can_use(query)
     if reason is not None:
         raise RuntimeError(f'backend={backend!r} cannot run: {reason}')
@@ -229,16 +242,43 @@ def _backward(ctx, grad):
 _local_attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
+# What FLOP counters count for q . r: 'executed' is the separable form, k maps
+# for the rows and k for the columns; 'paper' is a product for every offset,
+# as in 1906.05909.
+CONVENTIONS = ('executed', 'paper')
+_convention = 'executed'
+
+
+@contextlib.contextmanager
+def flop_convention(name: str) -> Iterator[None]:
+    """Count the multiply-adds of local attention by a convention.
+
+    Args:
+        name (str): 'executed' (what runs; the default outside) or 'paper'
+            (q . r costs k * k * D per query and head, as q . k does).
+
+    Raises:
+        ValueError: If there is no such convention.
+    """
+    global _convention
+    check_choice('name', name, CONVENTIONS)
+    before, _convention = _convention, name
+    try:
+        yield
+    finally:
+        _convention = before
+
+
 def _products(query_shape, key_shape, value_shape, rel_pos_shape, kernel,
               stride) -> int:
-    """Multiply-adds of q . k, q . r (in its separable form) and attn . v."""
+    """Multiply-adds of q . k, q . r and attn . v."""
     b, n, d, h, w = query_shape
     positions = b * n * -(-h // stride) * -(-w // stride)
     per_position = kernel * kernel * value_shape[2]
     if key_shape is not None:
         per_position += kernel * kernel * d
     if rel_pos_shape is not None:
-        per_position += kernel * d
+        per_position += kernel * d * (kernel if _convention == 'paper' else 1)
     return positions * per_position
 
 

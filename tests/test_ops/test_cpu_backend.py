@@ -137,10 +137,20 @@ def test_broadcast_inputs_are_read_in_place():
 
 
 def test_other_devices_are_refused_with_the_reason():
-    x = torch.empty(1, 2, 4, 9, 7, device='meta')
-    with pytest.raises(RuntimeError, match="backend='cpu' cannot run: it needs"
-                       ' tensors on the CPU, got meta'):
+    class OnCuda:
+        device, dtype = torch.device('cuda:0'), torch.float32
+
+    assert cpu_backend.can_use(OnCuda) == (
+        'it needs tensors on the CPU, got cuda:0')
+
+
+def test_refusal_is_the_error_of_a_backend_asked_for_by_name(monkeypatch):
+    monkeypatch.setattr(cpu_backend, '_UNAVAILABLE', 'no luck today')
+    x = torch.rand(1, 2, 4, 9, 7)
+    with pytest.raises(RuntimeError,
+                       match="backend='cpu' cannot run: no luck today"):
         local_attention(x, x, x, 3, backend='cpu')
+    assert local_attention(x, x, x, 3).shape == x.shape
 
 
 def _without_extension(code):
