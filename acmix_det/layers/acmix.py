@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from acmix_det.ops import local_attention
 from acmix_det.ops.checks import check_positive_int
 from .base import AttentionConv2d, IntOrPair
+from .conv_fit import low_rank_groups
 
 
 @MODELS.register_module('ACmix')
@@ -129,15 +130,52 @@ class ACmix2d(AttentionConv2d):
         self.in_proj_bias.zero_()
         nn.init.kaiming_normal_(self.pos_weight, nonlinearity='linear')
         self.pos_bias.zero_()
-        # the sum of the shifted maps starts with the variance of q, k and v
-        self.fc_weight.normal_(0, self.fc_weight.numel()**-0.5)
-        taps = self.conv_kernel_size**2
-        self.shift_weight.copy_(
-            torch.eye(taps).view(taps, *self.shift_weight.shape[-2:]))
+        init_shift_conv_(self.fc_weight, self.shift_weight)
         self.alpha.fill_(0.5)
         self.beta.fill_(0.5)
         if self.bias is not None:
             self.bias.zero_()
+
+    @torch.no_grad()
+    def imitate_conv(self,
+                     weight: Tensor,
+                     input_mean: Optional[Tensor] = None) -> Optional[float]:
+        """Set the convolution path to imitate a convolution.
+
+        The N outputs of a channel of a head see min(kc * kc, 3N) maps through
+        kc x kc kernels, so the best imitation is a truncated SVD of their
+        kernels. What the projections need not hold for that stays random; the
+        attention path starts with alpha = 0.1.
+
+        See :meth:`AttentionConv2d.imitate_conv`; ``input_mean`` is not used.
+        """
+        margin = self.conv_kernel_size - weight.shape[-1]
+        if margin < 0:
+            return None
+        self.init_weights()
+        weight = F.pad(weight.to(self.fc_weight), [margin // 2] * 4)
+        taps, maps = self.fc_weight.shape
+        fit = low_rank_groups(weight, self.head_dim, min(taps, maps))
+        # rows as long as those of the usual start
+        gain = 2**0.5
+        left, right = fit.left / gain, fit.right * gain
+        nn.init.orthogonal_(self.fc_weight)
+        if maps >= taps:  # fc fc^T = 1
+            free = torch.eye(maps).to(weight) - self.fc_weight.T @ (
+                self.fc_weight)
+            start = self.in_proj_weight.unflatten(
+                0, (maps, self.head_dim)).transpose(0, 1)
+            right = self.fc_weight.T @ right + free @ start
+        else:  # fc^T fc = 1
+            left = left @ self.fc_weight.T
+        # (D, 3N, Cin) and (D, N, kc * kc, taps)
+        self.in_proj_weight.copy_(right.transpose(0, 1).flatten(0, 1))
+        shift = left.flatten(0, 1).transpose(1, 2)
+        self.shift_weight.copy_(shift.unflatten(
+            2, self.shift_weight.shape[-2:]))
+        self.alpha.fill_(0.1)
+        self.beta.fill_(1.)
+        return fit.error
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.
@@ -188,18 +226,12 @@ class ACmix2d(AttentionConv2d):
 
     def _convolution(self, proj: Tensor) -> Tensor:
         """Convolution path, (B, D * 3N, H, W) to (B, D * N, H', W')."""
-        # [D * N, taps, kc, kc] x [taps, 3N] -> (D * N, 3N, kc, kc)
-        weight = torch.einsum('otyx,tm->omyx', self.shift_weight.mean(0),
-                              self.fc_weight)
-        # other strides would make F.conv2d choose another memory format
-        weight = weight.contiguous()
-        return F.conv2d(
+        return shift_conv(
             proj,
-            weight,
-            stride=self.stride,
-            padding=self.dilation[0] * (self.conv_kernel_size // 2),
-            dilation=self.dilation,
-            groups=self.head_dim)
+            self.fc_weight,
+            self.shift_weight,
+            stride=self.stride[0],
+            dilation=self.dilation[0])
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
@@ -208,6 +240,65 @@ class ACmix2d(AttentionConv2d):
         if self.num_shift_sets != 1:
             text += f', num_shift_sets={self.num_shift_sets}'
         return text
+
+
+def shift_conv(proj: Tensor,
+               fc_weight: Tensor,
+               shift_weight: Tensor,
+               fc_bias: Optional[Tensor] = None,
+               *,
+               stride: int = 1,
+               dilation: int = 1) -> Tensor:
+    """Convolution path of ACmix: mix the maps of each channel, then shift.
+
+    Shapes as in :class:`ACmix2d`, taps = kc * kc. The maps after the mixture
+    count as zero outside the image, their bias included.
+
+    Args:
+        proj (Tensor): q, k and v, channels ordered [D, 3, N],
+            (B, D * 3N, H, W).
+        fc_weight (Tensor): (taps, 3N).
+        shift_weight (Tensor): (S, D * N, taps, kc, kc).
+        fc_bias (Tensor | None): (taps,). Defaults to None.
+        stride (int): Defaults to 1.
+        dilation (int): Defaults to 1.
+
+    Returns:
+        Tensor: Channels ordered [D, N], (B, D * N, H', W').
+    """
+    taps, maps = fc_weight.shape
+    groups = proj.shape[1] // maps
+    shift_weight = shift_weight.mean(0)
+    padding = dilation * (shift_weight.shape[-1] // 2)
+    if maps > taps + 3:
+        # with more than 4 heads (kc = 3) two steps are fewer multiply-adds,
+        # and the map between them, 9 / N of a layer's output, is small
+        fc_weight = fc_weight.repeat(groups, 1)[:, :, None, None]
+        if fc_bias is not None:
+            fc_bias = fc_bias.repeat(groups)
+        proj = F.conv2d(proj, fc_weight, fc_bias, groups=groups)
+        return F.conv2d(proj, shift_weight, None, stride, padding, dilation,
+                        groups)
+    # [D * N, taps, kc, kc] x [taps, 3N] -> (D * N, 3N, kc, kc)
+    weight = torch.einsum('otyx,tm->omyx', shift_weight, fc_weight)
+    # other strides would make F.conv2d choose another memory format
+    weight = weight.contiguous()
+    out = F.conv2d(proj, weight, None, stride, padding, dilation, groups)
+    if fc_bias is not None:
+        # what is left of the bias near the border
+        weight = torch.einsum('otyx,t->oyx', shift_weight, fc_bias)[:, None]
+        ones = proj.new_ones(1, 1, *proj.shape[-2:])
+        out = out + F.conv2d(ones, weight, None, stride, padding, dilation)
+    return out
+
+
+@torch.no_grad()
+def init_shift_conv_(fc_weight: Tensor, shift_weight: Tensor) -> None:
+    """Set the weights of :func:`shift_conv` to their start values."""
+    # the sum of the shifted maps starts with the variance of q, k and v
+    fc_weight.normal_(0, fc_weight.numel()**-0.5)
+    taps, *kernel = shift_weight.shape[2:]
+    shift_weight.copy_(torch.eye(taps).view(taps, *kernel))
 
 
 def _coordinates(size: int, like: Tensor) -> Tensor:

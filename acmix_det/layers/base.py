@@ -1,5 +1,5 @@
 """What every stand-in for nn.Conv2d has in common."""
-from typing import Sequence, Tuple, Union
+from typing import Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,25 @@ class AttentionConv2d(nn.Module):
         The constructor calls it, and hosts may call it again.
         """
         raise NotImplementedError(f'{type(self).__name__}.init_weights')
+
+    def imitate_conv(self,
+                     weight: Tensor,
+                     input_mean: Optional[Tensor] = None) -> Optional[float]:
+        """Set the parameters so that the layer imitates a convolution.
+
+        Args:
+            weight (Tensor): Kernels of the convolution that it replaces,
+                (out_channels, in_channels, kh, kw).
+            input_mean (Tensor | None): Expected value of each channel of the
+                input, (in_channels,). Defaults to None, that of a rectified
+                standard normal variable.
+
+        Returns:
+            float | None: Norm of what it cannot imitate, relative to the
+            kernels; None, with no parameter changed, where it cannot imitate
+            a convolution at all, as here.
+        """
+        return None
 
     def _check_input(self, x: Tensor) -> None:
         if x.dim() != 4 or x.shape[1] != self.in_channels:

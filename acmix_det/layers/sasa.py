@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from acmix_det.ops import local_attention
 from acmix_det.ops.checks import check_choice
 from .base import AttentionConv2d, IntOrPair
+from .conv_fit import padded_log, separable_fit
 
 POSITIONS = ('relative', 'absolute', 'none')
 
@@ -137,6 +138,42 @@ class StandAloneSelfAttention2d(AttentionConv2d):
             self.rel_pos_w.normal_()
         if self.bias is not None:
             self.bias.zero_()
+
+    @torch.no_grad()
+    def imitate_conv(self,
+                     weight: Tensor,
+                     input_mean: Optional[Tensor] = None) -> Optional[float]:
+        """Set the layer to imitate a convolution by attention to positions.
+
+        Every head gets one attention map, the best product of weights of rows
+        and columns for its kernels: query projections sum up the input, which
+        makes q positive and about 1 behind a ReLU, and the embeddings are the
+        logarithms of the map. Keys start small. A convolution with a stride
+        is imitated before the pooling.
+
+        See :meth:`AttentionConv2d.imitate_conv`. Positions other than
+        'relative' and heads of one channel cannot imitate a convolution.
+        """
+        half = self.head_dim // 2
+        if self.position != 'relative' or half == 0:
+            return None
+        self.init_weights()
+        fit = separable_fit(weight.to(self.in_proj_weight), self.num_heads)
+        query, *key, value = self.in_proj_weight.split(self.out_channels)
+        if input_mean is None:
+            input_mean = query.new_full((self.in_channels, ),
+                                        (2 * math.pi)**-0.5)
+        total = input_mean.to(query).abs().sum().clamp(min=1e-6)
+        query.mul_(0.1).add_(1 / total)
+        for k in key:
+            k.mul_(0.1)
+        value.copy_(fit.value)
+        for embedding, weights in ((self.rel_pos_h, fit.rows),
+                                   (self.rel_pos_w, fit.cols)):
+            logits = padded_log(weights, self.attn_kernel_size, floor=1e-3)
+            embedding.mul_(0.1 / self.head_dim).add_(
+                logits[:, None] / embedding.shape[1])
+        return fit.error
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.

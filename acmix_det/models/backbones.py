@@ -1,13 +1,15 @@
 """ResNets whose 3x3 convolutions are attention."""
 import warnings
-from typing import Optional, Sequence
+from typing import Dict, Optional, Sequence
 
 from mmdet.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
 from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
-from torch import nn
+from torch import Tensor, nn
 
+from acmix_det.layers.base import AttentionConv2d
+from acmix_det.layers.conv_fit import expected_relu
 from .swap import resolve_attn_cfg, swap_conv
 
 # the 3x3 convolutions of a block
@@ -33,7 +35,8 @@ class AttnResNet(ResNet):
             defaults), which replaces the convolution of the stem; a batch
             norm and max pooling follow. Defaults to None, mmdet's stem.
         **kwargs: Arguments of :class:`mmdet.models.ResNet`. ``pretrained`` is
-            refused, use ``init_cfg``.
+            refused, use ``init_cfg``; its type may be 'WarmStart' too, see
+            :meth:`init_weights`.
 
     Raises:
         TypeError: If ``attn_cfg`` has a key that its layer does not take.
@@ -137,32 +140,29 @@ class AttnResNet(ResNet):
         """Initialise or load the weights.
 
         With ``init_cfg=dict(type='Pretrained', ...)`` the weights that fit are
-        loaded (a convolutional ResNet's too: all but its attention layers),
-        and a summary is logged.
+        loaded (a convolutional ResNet's too: all but its attention layers);
+        with ``type='WarmStart'`` attention layers are then set to imitate the
+        convolutions of the checkpoint as well as they can. A summary is
+        logged.
 
         Raises:
-            ValueError: If no weight of the checkpoint fits.
+            ValueError: If no weight of the checkpoint fits, or it has no
+                convolution to imitate.
         """
         cfg = self.init_cfg
-        if isinstance(cfg, dict) and cfg['type'] in ('Pretrained',
-                                                     'PretrainedInit'):
-            self._load_pretrained(cfg['checkpoint'], cfg.get('prefix'))
+        kind = cfg['type'] if isinstance(cfg, dict) else None
+        if kind in ('Pretrained', 'PretrainedInit', 'WarmStart'):
+            state = _read_weights(cfg['checkpoint'], cfg.get('prefix'))
+            summary = self._load(state, cfg['checkpoint'])
+            if kind == 'WarmStart':
+                summary += '; ' + self._imitate_convs(state)
+            print_log(summary, logger='current')
             self._is_init = True
         else:
             super().init_weights()
 
-    def _load_pretrained(self, path: str, prefix: Optional[str]) -> None:
-        state = CheckpointLoader.load_checkpoint(
-            path, map_location='cpu', logger='silent')
-        state = state.get('state_dict', state)
-        for start in ('module.', f'{prefix}.' if prefix else ''):
-            if any(key.startswith(start) for key in state):
-                state = {
-                    key[len(start):]: x
-                    for key, x in state.items() if key.startswith(start)
-                }
-            elif start != 'module.':
-                state = {}
+    def _load(self, state: Dict[str, Tensor], path: str) -> str:
+        """Load what fits; return a summary."""
         own = self.state_dict()
         fits = {
             key: x
@@ -178,10 +178,64 @@ class AttnResNet(ResNet):
                 f'{summary}; the checkpoint has {_some(dropped)}, the model '
                 f'{_some(new)}: check init_cfg (prefix)')
         self.load_state_dict(fits, strict=False)
-        print_log(
-            f'{summary}; {len(new)} start new ({_some(new)}); {len(dropped)} '
-            f'of the checkpoint not used ({_some(dropped)})',
-            logger='current')
+        return (f'{summary}; {len(new)} start new ({_some(new)}); '
+                f'{len(dropped)} of the checkpoint not used '
+                f'({_some(dropped)})')
+
+    def _imitate_convs(self, state: Dict[str, Tensor]) -> str:
+        """Fit attention layers to convolutions; return a summary."""
+        errors, random = {}, []
+        for stage in self.res_layers:
+            for number, block in enumerate(getattr(self, stage)):
+                for name in _SPATIAL_CONVS[self.block]:
+                    layer = getattr(block, name)
+                    if not isinstance(layer, AttentionConv2d):
+                        continue
+                    path = f'{stage}.{number}.{name}'
+                    weight = state.get(f'{path}.weight')
+                    shape = (layer.out_channels, layer.in_channels,
+                             *layer.kernel_size)
+                    error = None
+                    if weight is not None and weight.shape == shape:
+                        # conv2 sees norm1 and a ReLU
+                        mean = _mean_behind(
+                            block.norm1) if name == 'conv2' else None
+                        error = layer.imitate_conv(weight, mean)
+                    if error is None:
+                        random.append(path)
+                    else:
+                        errors[path] = error
+        if not errors:
+            raise ValueError(
+                'init_cfg must name a checkpoint with convolutions for the '
+                f'attention layers to imitate, got none for {_some(random)}')
+        mean = sum(errors.values()) / len(errors)
+        lines = [f'\n  {path}: {error:.2f}' for path, error in errors.items()]
+        return (f'{len(errors)} attention layers imitate convolutions, mean '
+                f'relative error {mean:.2f}; {len(random)} attention layers '
+                f'random ({_some(random)})' + ''.join(lines))
+
+
+def _read_weights(path: str, prefix: Optional[str]) -> Dict[str, Tensor]:
+    state = CheckpointLoader.load_checkpoint(
+        path, map_location='cpu', logger='silent')
+    state = state.get('state_dict', state)
+    for start in ('module.', f'{prefix}.' if prefix else ''):
+        if any(key.startswith(start) for key in state):
+            state = {
+                key[len(start):]: x
+                for key, x in state.items() if key.startswith(start)
+            }
+        elif start != 'module.':
+            state = {}
+    return state
+
+
+def _mean_behind(norm: nn.Module) -> Optional[Tensor]:
+    """Expected output of each channel of a norm and a ReLU."""
+    if getattr(norm, 'weight', None) is None or norm.bias is None:
+        return None
+    return expected_relu(norm.bias.detach(), norm.weight.detach().abs())
 
 
 @MODELS.register_module()
