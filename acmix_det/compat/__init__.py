@@ -8,12 +8,14 @@ def install():
     The imports are local because these modules need the packages that `check_dependencies` checks.
     """
     from .checkpoint_loader import register_local_loader
+    from .cpu_training import enable_cpu_training
     from .mmcv_ext import provide_mmcv_ext
     from .package_lookup import register_config_package
 
     provide_mmcv_ext()
     register_local_loader()
     register_config_package()
+    enable_cpu_training()
 
 
 __all__ = ['check_dependencies', 'install']

@@ -1,0 +1,58 @@
+"""Distributed and mixed-precision training on machines without a GPU.
+
+mmengine 0.10.7 selects a CUDA device in every process of `--launcher pytorch`, wraps the model with the number
+of that device, and refuses mixed precision on CPUs.
+"""
+import functools
+from contextlib import contextmanager
+
+import torch
+from mmengine.device import get_device
+from mmengine.dist import utils as dist_utils
+from mmengine.logging import print_log
+from mmengine.model import MMDistributedDataParallel
+from mmengine.optim import OptimWrapper
+from mmengine.registry import OPTIM_WRAPPERS
+
+
+@OPTIM_WRAPPERS.register_module()
+class CPUAmpOptimWrapper(OptimWrapper):
+    """Autocast to bfloat16 on CPUs, where mmengine's AmpOptimWrapper stops.
+
+    bfloat16 has the range of float32: no loss scaling is needed.
+
+    Args:
+        **kwargs: Arguments of :class:`mmengine.optim.OptimWrapper`.
+    """
+
+    @contextmanager
+    def optim_context(self, model):
+        """Run the forward pass of `model` in autocast."""
+        with super().optim_context(model), torch.autocast('cpu', torch.bfloat16):
+            yield
+
+
+def enable_cpu_training():
+    """Let mmengine's PyTorch launcher and data-parallel wrapper work on CPUs."""
+    if hasattr(dist_utils._init_dist_pytorch, '__wrapped__'):
+        return
+    init_dist = dist_utils._init_dist_pytorch
+
+    @functools.wraps(init_dist)
+    def init_dist_pytorch(backend, init_backend='torch', **kwargs):
+        if get_device() != 'cpu' or init_backend != 'torch':
+            return init_dist(backend, init_backend=init_backend, **kwargs)
+        if backend != 'gloo':
+            print_log(f'No GPU was found: dist_cfg.backend={backend!r} gives way to gloo', logger='current')
+        torch.distributed.init_process_group(backend='gloo', **kwargs)
+
+    dist_utils._init_dist_pytorch = init_dist_pytorch
+    init_ddp = MMDistributedDataParallel.__init__
+
+    @functools.wraps(init_ddp)
+    def init_data_parallel(self, module, *args, **kwargs):
+        if all(p.device.type == 'cpu' for p in module.parameters()):
+            kwargs['device_ids'] = None  # what DDP wants for CPU modules
+        init_ddp(self, module, *args, **kwargs)
+
+    MMDistributedDataParallel.__init__ = init_data_parallel

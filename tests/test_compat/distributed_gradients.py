@@ -1,0 +1,62 @@
+"""Run by torchrun: gradients of two processes against those of one."""
+import torch
+import torch.distributed as dist
+from mmengine.dist import init_dist
+from mmengine.model import MMDistributedDataParallel
+from torch import nn
+
+from acmix_det.models import ACmixResNet, SASAFPN
+
+
+class Model(nn.Module):
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.backbone = ACmixResNet(
+            26, base_channels=8, norm_cfg=dict(type='GN', num_groups=4),
+            norm_eval=False, stem_channels=8, **kwargs)
+        self.neck = SASAFPN([32, 64, 128, 256], 16, 5)
+
+    def forward(self, x):
+        return sum(y.square().mean() for y in self.neck(self.backbone(x)))
+
+
+def gradients(model, x):
+    model(x).backward()
+    return {k: p.grad for k, p in model.named_parameters() if p.requires_grad}
+
+
+CASES = {
+    'plain': dict(),
+    'checkpointing': dict(with_cp=True),
+    'frozen stage': dict(with_cp=True, frozen_stages=1,
+                         stage_with_attn=(False, True, True, True)),
+}
+
+
+def compare(kwargs):
+    torch.manual_seed(0)
+    model = Model(**kwargs).double()
+    single = Model(**kwargs).double()
+    single.load_state_dict(model.state_dict())
+    x = torch.randn(4, 3, 64, 64, dtype=torch.float64)
+    expected = gradients(single, x)
+    rank = dist.get_rank()
+    wrapped = MMDistributedDataParallel(module=model, device_ids=[rank],
+                                        broadcast_buffers=False)
+    actual = gradients(wrapped, x[2 * rank:2 * rank + 2])
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[f'module.{key}'], value, msg=key)
+    assert len(expected) > 50
+
+
+def main():
+    init_dist('pytorch', backend='nccl')
+    assert dist.get_backend() == 'gloo'
+    for name, kwargs in CASES.items():
+        compare(kwargs)
+        print(f'{name}: equal', flush=True)
+
+
+if __name__ == '__main__':
+    main()
