@@ -9,6 +9,7 @@ def install():
     """
     from .checkpoint_loader import register_local_loader
     from .cpu_training import enable_cpu_training
+    from .flop_counter import register_flop_handle
     from .mmcv_ext import provide_mmcv_ext
     from .package_lookup import register_config_package
 
@@ -16,6 +17,7 @@ def install():
     register_local_loader()
     register_config_package()
     enable_cpu_training()
+    register_flop_handle()
 
 
 __all__ = ['check_dependencies', 'install']

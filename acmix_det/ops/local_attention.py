@@ -269,9 +269,12 @@ def flop_convention(name: str) -> Iterator[None]:
         _convention = before
 
 
-def _products(query_shape, key_shape, value_shape, rel_pos_shape, kernel,
+def count_macs(query_shape, key_shape, value_shape, rel_pos_shape, kernel,
               stride) -> int:
-    """Multiply-adds of q . k, q . r and attn . v."""
+    """Multiply-adds of q . k, q . r and attn . v, from the shapes.
+
+    A shape is None where there is no such tensor.
+    """
     b, n, d, h, w = query_shape
     positions = b * n * -(-h // stride) * -(-w // stride)
     per_position = kernel * kernel * value_shape[2]
@@ -285,7 +288,7 @@ def _products(query_shape, key_shape, value_shape, rel_pos_shape, kernel,
 @register_flop_formula(torch.ops.acmix_det.local_attention)
 def _flops(query, key, value, rel_pos_h, rel_pos_w, attn_kernel_size, scale,
            stride, *args, out_shape=None, **kwargs) -> int:
-    return 2 * _products(query, key, value, rel_pos_h, attn_kernel_size,
+    return 2 * count_macs(query, key, value, rel_pos_h, attn_kernel_size,
                          stride)
 
 
@@ -294,6 +297,6 @@ def _backward_flops(grad, query, key, value, rel_pos_h, rel_pos_w,
                     attn_kernel_size, scale, stride, *args, out_shape=None,
                     **kwargs) -> int:
     # the forward's logits again, then two products for each of its own
-    forward = _products(query, key, value, rel_pos_h, attn_kernel_size, stride)
-    values = _products(query, None, value, None, attn_kernel_size, stride)
+    forward = count_macs(query, key, value, rel_pos_h, attn_kernel_size, stride)
+    values = count_macs(query, None, value, None, attn_kernel_size, stride)
     return 2 * (3 * forward - values)

@@ -12,7 +12,7 @@ from acmix_det.layers.conv_fit import (expected_relu, low_rank_groups,
 
 
 def relative(actual, expected):
-    return float((actual - expected).norm() / expected.norm())
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def compose(fit):
