@@ -33,9 +33,9 @@ class ACmix2d(AttentionConv2d):
     Convolution: a fully connected layer mixes the 3N maps q, k, v of every
     channel of a head into kc * kc maps, and a grouped convolution, which
     starts as the kc * kc shifts by one pixel, moves and sums them. Both are
-    linear; they are composed into one grouped convolution on every forward.
-    Its output channels are ordered [D, N], the attention's [N, D], as in the
-    released checkpoints.
+    linear; up to 4 heads (kc = 3) they are composed into one grouped
+    convolution on every forward. Its output channels are ordered [D, N], the
+    attention's [N, D], as in the released checkpoints.
 
     Differences from the released layer: any size and odd sizes with a stride;
     ``dilation`` spreads both paths (there it fails); start values are not
@@ -196,8 +196,8 @@ class ACmix2d(AttentionConv2d):
                         weight.flatten(0, 2)[:, :, None, None],
                         bias.flatten())
         # each (B, N, D, H, W)
-        query, key, value = proj.unflatten(
-            1, (self.head_dim, 3, self.num_heads)).transpose(1, 3).unbind(2)
+        query, key, value = self._split(
+            proj, self.head_dim, 3, self.num_heads).transpose(1, 3).unbind(2)
         attn = local_attention(
             query,
             key - self._position(key),
@@ -304,4 +304,5 @@ def init_shift_conv_(fc_weight: Tensor, shift_weight: Tensor) -> None:
 def _coordinates(size: int, like: Tensor) -> Tensor:
     """``size`` steps from -1 to 1 (-1 alone for one)."""
     steps = torch.arange(size, device=like.device).to(like.dtype)
-    return steps * (2 / torch.sym_max(size - 1, 1)) - 1
+    # by tensors, since traces hold sizes as tensors
+    return steps * (2 / steps[-1:].clamp(min=1)) - 1

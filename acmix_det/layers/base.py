@@ -128,6 +128,15 @@ class AttentionConv2d(nn.Module):
                 f'x must have the shape (B, {self.in_channels}, H, W), got '
                 f'{tuple(x.shape)}')
 
+    @staticmethod
+    def _split(x: Tensor, *sizes: int) -> Tensor:
+        """(B, C, H, W) to (B, *sizes, H, W).
+
+        In contrast to ``unflatten``, ONNX traces keep H and W dynamic.
+        """
+        b, _, h, w = x.shape
+        return x.reshape(b, *sizes, h, w)
+
     def extra_repr(self) -> str:
         text = (f'{self.in_channels}, {self.out_channels}, '
                 f'kernel_size={self.kernel_size}, stride={self.stride}, '

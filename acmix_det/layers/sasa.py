@@ -189,8 +189,8 @@ class StandAloneSelfAttention2d(AttentionConv2d):
             x = x + sinusoidal_position(x)
         proj = F.conv2d(x, self.in_proj_weight[:, :, None, None])
         # each (B, N, D, H, W)
-        query, *key, value = proj.unflatten(
-            1, (-1, self.num_heads, self.head_dim)).unbind(1)
+        query, *key, value = self._split(
+            proj, 2 + self.use_key, self.num_heads, self.head_dim).unbind(1)
         rel_pos_h, rel_pos_w = self.rel_pos_h, self.rel_pos_w
         if rel_pos_h is not None:
             # autocast leaves parameters as they are

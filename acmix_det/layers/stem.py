@@ -1,4 +1,6 @@
 """The attention stem of stand-alone self-attention networks."""
+from typing import Tuple
+
 import torch
 import torch.nn.functional as F
 from mmengine.registry import MODELS
@@ -127,7 +129,7 @@ class SASAStem2d(nn.Module):
         # softmax in float32 at least: the logits are not scaled
         logits = query @ key.transpose(-1, -2) + self._position_logits(query)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits.unflatten(0, (b, -1)).masked_fill(
+        logits = logits.reshape(b, -1, *logits.shape[1:]).masked_fill(
             ~inside.transpose(-1, -2)[:, None], float('-inf')).flatten(0, 1)
         attn = logits.softmax(-1).to(value.dtype)  # (Z, N, P, P)
         out = (attn @ value).transpose(1, 2).flatten(2)
@@ -135,22 +137,29 @@ class SASAStem2d(nn.Module):
 
     def _to_blocks(self, x: Tensor) -> Tensor:
         """(B, C, H, W) to (Z, P, C), padded with zeros to whole blocks."""
-        s = self.block_size
-        h, w = x.shape[-2:]
-        x = F.pad(x, (0, -w % s, 0, -h % s))
-        x = x.unflatten(3, (-1, s)).unflatten(2, (-1, s))
-        return x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2)
+        # sizes by name: ONNX traces keep them dynamic, in contrast to unflatten
+        b, c, h, w = x.shape
+        s, rows, cols = self._blocks(h, w)
+        x = F.pad(x, (0, cols * s - w, 0, rows * s - h))
+        x = x.reshape(b, c, rows, s, cols, s).permute(0, 2, 4, 3, 5, 1)
+        return x.reshape(b * rows * cols, s * s, c)
 
     def _from_blocks(self, x: Tensor, b: int, h: int, w: int) -> Tensor:
         """(Z, P, C) to (B, C, H, W)."""
+        s, rows, cols = self._blocks(h, w)
+        x = x.reshape(b, rows, cols, s, s, -1).permute(0, 5, 1, 3, 2, 4)
+        x = x.reshape(b, -1, rows * s, cols * s)
+        return x[..., :h, :w]
+
+    def _blocks(self, h: int, w: int) -> Tuple[int, int, int]:
+        """Block size, rows of blocks, columns of blocks."""
         s = self.block_size
-        x = x.unflatten(0, (b, -(-h // s), -(-w // s))).unflatten(3, (s, s))
-        x = x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
-        return x[..., :h, :w].contiguous()
+        return s, (h + s - 1) // s, (w + s - 1) // s
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(Z, P, C) to (Z, N, P, D)."""
-        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        z, p, _ = x.shape
+        return x.reshape(z, p, self.num_heads, -1).transpose(1, 2)
 
     def _value_weight(self) -> Tensor:
         """Value projection of each place in a block, (P, out, in)."""

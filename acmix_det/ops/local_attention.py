@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu_backend, reference, torch_backend, triton_backend
+from . import cpu_backend, export, reference, torch_backend, triton_backend
 from .checks import (check_attn_kernel_size, check_choice,
                      check_positive_int)
 
@@ -107,7 +107,7 @@ def local_attention(query: Tensor,
         return reference.local_attention(*args)
     if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
         # standard operators only, which the exported graph can hold
-        return torch_backend.local_attention(*args)
+        return export.local_attention(*args)
     return _local_attention_op(*args, backend)
 
 

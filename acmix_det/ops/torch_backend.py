@@ -44,7 +44,7 @@ def _reflected(size: int, pad: int, device: torch.device) -> Tensor:
     """Indices of the padded axis, bouncing with period ``2 * size - 2``."""
     last = size - 1
     # at size 1 the period is 0: every index is 0, whatever the divisor
-    period = torch.sym_max(2 * last, 1)
+    period = max(2 * last, 1)
     indices = torch.arange(-pad, size + pad, device=device)
     return last - (last - indices % period).abs()
 
@@ -133,7 +133,7 @@ def _prepare(query, key, rel_pos_h, rel_pos_w, geo: _Geometry):
 def _tiles(q: Tensor, value: Tensor) -> List[Tuple[int, int]]:
     """(first row, rows) of each tile of output rows."""
     b, n, d, rows, cols = q.shape
-    if q.device.type != 'cpu' or torch.compiler.is_exporting():
+    if q.device.type != 'cpu':
         return [(0, rows)]
     per_row = max(b * n * max(d, value.shape[2]) * cols, 1)
     step = max(_TILE_ELEMENTS // per_row, 1)
