@@ -1,7 +1,9 @@
 """Conversion of released ACmix checkpoints to the names of this package."""
+import re
 from typing import Dict, Iterable, Mapping
 
 import torch
+from mmdet.models.backbones.swin import swin_converter
 from torch import Tensor
 
 # released name -> (our name, how to reshape); conv1, conv2 and conv3 are the
@@ -23,14 +25,34 @@ _RESNET_PREFIXES = ('conv1.', 'bn1.', 'layer1.', 'layer2.', 'layer3.',
                     'layer4.')
 _CLASSIFIER_KEYS = {'fc.weight', 'fc.bias'}
 
+# in the attention of a Swin block; the projections keep their names
+_RENAMED_SWIN = {
+    key: value
+    for key, value in _RENAMED.items() if not key.startswith('conv_p')
+}
+_RENAMED_SWIN['fc.bias'] = ('fc_bias', lambda x: x)
+_SWIN_ATTENTION = re.compile(r'layers\.\d+\.blocks\.\d+\.attn\.')
+_SWIN_ATTENTION_KEYS = {
+    *_RENAMED_SWIN, 'qkv.weight', 'proj.weight', 'proj.bias',
+    'relative_position_bias_table'
+}
+# follows from the window and image size
+_SWIN_BUFFER = re.compile(r'.+\.(attn\.relative_position_index|attn_mask)')
+_SWIN_KEY = re.compile(
+    r'(head|norm|patch_embed\.(proj|norm)'
+    r'|layers\.\d+\.(blocks\.\d+\.(norm[12]|mlp\.fc[12]|attn\.qkv)'
+    r'|downsample\.(reduction|norm)))\.(weight|bias)')
+
 
 def convert_acmix(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
-    """Convert the weights of a released ACmix layer or ACmix ResNet.
+    """Convert the weights of a released ACmix layer, ResNet or Swin.
 
-    Which of the two it is shows in the keys. A layer converts to the state of
-    :class:`acmix_det.layers.ACmix2d` (without a bias on the output, as
-    released), a ResNet to that of ``ACmixResNet``: its classifier, ``fc``,
-    is left out, and a prefix ``module.`` of all keys is removed.
+    Which of the three it is shows in the keys. A layer converts to the state
+    of :class:`acmix_det.layers.ACmix2d` (without a bias on the output, as
+    released), a ResNet to that of ``ACmixResNet``, a Swin Transformer to that
+    of ``ACmixSwinTransformer``. The classifier is left out (``fc``; ``head``
+    and the final ``norm`` of a Swin), as are Swin's buffers, and a prefix
+    ``module.`` of all keys is removed.
 
     Args:
         state_dict (Mapping[str, Tensor]): Weights under the names of the
@@ -44,8 +66,14 @@ def convert_acmix(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         TypeError: If ``state_dict`` is not a mapping of names to tensors.
         ValueError: If it holds no ACmix layer, a layer lacks a weight, or a
             key is unknown.
+
+    Example:
+        >>> import torch
+        >>> from acmix_det.checkpoints import convert_acmix
+        >>> released = torch.load('acmix_swin.pth')  # doctest: +SKIP
+        >>> torch.save(convert_acmix(released), 'ours.pth')  # doctest: +SKIP
     """
-    state_dict = _unwrap(state_dict)
+    state_dict = unwrap_state_dict(state_dict)
     prefixes = [
         key[:-len('dep_conv.weight')] for key in state_dict
         if key == 'dep_conv.weight' or key.endswith('.dep_conv.weight')
@@ -53,7 +81,9 @@ def convert_acmix(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
     if not prefixes:
         raise ValueError(
             'state_dict must hold a released ACmix layer (rate1, rate2, '
-            f'conv1.weight, ..., dep_conv.weight), got {_some(state_dict)}')
+            f'conv1.weight, ..., dep_conv.weight), got {some_of(state_dict)}')
+    if any(_SWIN_ATTENTION.fullmatch(prefix) for prefix in prefixes):
+        return _convert_swin(state_dict)
     converted, used = {}, set()
     for prefix in prefixes:
         converted.update(_convert_layer(state_dict, prefix))
@@ -69,11 +99,42 @@ def convert_acmix(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         converted[key] = value
     if unknown:
         raise ValueError('state_dict must hold the weights of a released '
-                         f'ACmix layer or ResNet only, got {_some(unknown)}')
+                         f'ACmix layer or ResNet only, got {some_of(unknown)}')
     return converted
 
 
-def _unwrap(state_dict: Mapping) -> Mapping[str, Tensor]:
+def rename_swin(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    """Convert the names of the Swin repository to mmdet's.
+
+    Args:
+        state_dict (Mapping[str, Tensor]): Weights of a Swin Transformer.
+
+    Returns:
+        dict[str, Tensor]: The same weights, in the order of mmdet's patch
+        merging, without the classifier, the final norm and the buffers.
+    """
+    renamed = swin_converter({
+        key: x
+        for key, x in state_dict.items()
+        if not (key.startswith('norm.') or _SWIN_BUFFER.fullmatch(key))
+    })
+    return {key[len('backbone.'):]: x for key, x in renamed.items()}
+
+
+def unwrap_state_dict(state_dict: Mapping) -> Mapping[str, Tensor]:
+    """Take the weights out of a checkpoint.
+
+    Args:
+        state_dict (Mapping): Weights, or a checkpoint that holds them under
+            the key ``state_dict`` or ``model``.
+
+    Returns:
+        Mapping[str, Tensor]: The weights, without a prefix ``module.`` of all
+        keys.
+
+    Raises:
+        TypeError: If they are not a mapping of names to tensors.
+    """
     if not isinstance(state_dict, Mapping):
         raise TypeError('state_dict must be a mapping of names to tensors, '
                         f'got {type(state_dict).__name__}')
@@ -86,7 +147,7 @@ def _unwrap(state_dict: Mapping) -> Mapping[str, Tensor]:
     ]
     if wrong:
         raise TypeError('state_dict must map names to tensors, got other '
-                        f'values for {_some(wrong)}')
+                        f'values for {some_of(wrong)}')
     if state_dict and all(key.startswith('module.') for key in state_dict):
         return {key[len('module.'):]: x for key, x in state_dict.items()}
     return state_dict
@@ -100,7 +161,7 @@ def _convert_layer(state_dict: Mapping[str, Tensor],
     ]
     if missing:
         raise ValueError('state_dict must hold every weight of an ACmix '
-                         f'layer, got none for {_some(missing)}')
+                         f'layer, got none for {some_of(missing)}')
     layer = {
         prefix + ours: reshape(state_dict[prefix + released])
         for released, (ours, reshape) in _RENAMED.items()
@@ -113,7 +174,36 @@ def _convert_layer(state_dict: Mapping[str, Tensor],
     return layer
 
 
-def _some(keys: Iterable[str]) -> str:
+def _convert_swin(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    prefixes = {
+        match.group(): None
+        for match in map(_SWIN_ATTENTION.match, state_dict) if match
+    }
+    needed = {f'{p}{key}' for p in prefixes for key in _SWIN_ATTENTION_KEYS}
+    missing = sorted(needed.difference(state_dict))
+    if missing:
+        raise ValueError('state_dict must hold every weight of an ACmix '
+                         f'layer, got none for {some_of(missing)}')
+    unknown = [
+        key for key in state_dict
+        if not (key in needed or _SWIN_KEY.fullmatch(key)
+                or _SWIN_BUFFER.fullmatch(key))
+    ]
+    if unknown:
+        raise ValueError('state_dict must hold the weights of a released '
+                         f'ACmix Swin only, got {some_of(unknown)}')
+    converted = {}
+    for key, x in rename_swin(state_dict).items():
+        prefix, _, name = key.partition('.attn.w_msa.')
+        if name in _RENAMED_SWIN:
+            ours, reshape = _RENAMED_SWIN[name]
+            key, x = f'{prefix}.attn.{ours}', reshape(x)
+        converted[key] = x
+    return converted
+
+
+def some_of(keys: Iterable[str]) -> str:
+    """The first of some names, and how many more there are."""
     keys = list(keys)
     more = f' and {len(keys) - 5} more' if len(keys) > 5 else ''
     return ', '.join(map(str, keys[:5])) + more if keys else 'no keys'

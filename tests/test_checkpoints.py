@@ -3,7 +3,8 @@ import torch
 
 from acmix_det.checkpoints import convert_acmix
 from acmix_det.layers import ACmix2d
-from acmix_det.models import ACmixResNet
+from acmix_det.models import ACmixResNet, ACmixSwinTransformer
+from tests.test_models.test_swin import released
 
 
 def released_layer(prefix='', c=8, heads=2):
@@ -109,3 +110,82 @@ def test_other_objects_are_refused():
         convert_acmix([])
     with pytest.raises(ValueError, match='got no keys'):
         convert_acmix({})
+
+
+def released_swin(**changes):
+    """Released weights with all that a file of a whole classifier has."""
+    state = released()[0]
+    state.update({
+        'head.weight': torch.rand(5, 24), 'head.bias': torch.rand(5),
+        'layers.0.blocks.1.attn_mask': torch.rand(4, 49, 49),
+        'layers.0.blocks.0.attn.relative_position_index': torch.zeros(49, 49)
+    })
+    return {**state, **changes}
+
+
+@pytest.mark.parametrize('wrap', [
+    lambda s: s,
+    lambda s: dict(model=s, epoch=300),
+    lambda s: dict(model={f'module.{k}': v for k, v in s.items()}),
+], ids=['plain', 'model', 'data-parallel'])
+def test_swin_converts_to_all_but_the_output_norms(wrap):
+    state = released_swin()
+    converted = convert_acmix(wrap(state))
+    model = ACmixSwinTransformer(
+        embed_dims=12, depths=(2, 2), num_heads=(2, 3), strides=(4, 2),
+        out_indices=(0, 1))
+    result = model.load_state_dict(converted, strict=False)
+    assert result.missing_keys == [
+        f'norm{i}.{kind}' for i in (0, 1) for kind in ('weight', 'bias')]
+    assert not result.unexpected_keys
+    ours, theirs = 'stages.1.blocks.0.attn.', 'layers.1.blocks.0.attn.'
+    own = model.state_dict()
+    assert torch.equal(own[f'{ours}alpha'], state[f'{theirs}rate1'])
+    assert torch.equal(own[f'{ours}beta'], state[f'{theirs}rate2'])
+    assert torch.equal(own[f'{ours}fc_bias'], state[f'{theirs}fc.bias'])
+    assert torch.equal(own[f'{ours}w_msa.qkv.weight'],
+                       state[f'{theirs}qkv.weight'])
+
+
+def test_swin_without_biases_of_the_projections_converts():
+    state = {k: x for k, x in released_swin().items() if 'qkv.bias' not in k}
+    converted = convert_acmix(state)
+    assert set(convert_acmix(released_swin())) - set(converted) == {
+        f'stages.{i}.blocks.{j}.attn.w_msa.qkv.bias'
+        for i in (0, 1) for j in (0, 1)}
+
+
+@pytest.mark.parametrize('change, message', [
+    (lambda s: s.update(absolute_pos_embed=torch.rand(1)),
+     'ACmix Swin only, got absolute_pos_embed$'),
+    (lambda s: s.update({'layers.0.blocks.0.attn.conv_p.weight':
+                         torch.rand(1)}),
+     'got layers.0.blocks.0.attn.conv_p.weight$'),
+    (lambda s: s.update({'layers.0.blocks.0.attn.dep_conv.bias':
+                         torch.rand(1)}),
+     'got layers.0.blocks.0.attn.dep_conv.bias$'),
+    (lambda s: s.update({'layers.0.odd.weight': torch.rand(1)}),
+     'got layers.0.odd.weight$'),
+    (lambda s: s.update({'header.weight': torch.rand(1)}),
+     'got header.weight$'),
+    (lambda s: s.update({'norm1.weight_orig': torch.rand(1)}),
+     'got norm1.weight_orig$'),
+    (lambda s: s.update({'patch_embed.proj.weight_orig': torch.rand(1)}),
+     'got patch_embed.proj.weight_orig$'),
+    (lambda s: s.pop('layers.1.blocks.1.attn.dep_conv.weight'),
+     'got none for layers.1.blocks.1.attn.dep_conv.weight$'),
+    (lambda s: s.pop('layers.0.blocks.1.attn.fc.bias'),
+     'got none for layers.0.blocks.1.attn.fc.bias$'),
+], ids=['position', 'conv_p', 'bias', 'layer', 'head', 'output-norm', 'suffix',
+        'block', 'fc'])
+def test_swin_keys_that_do_not_fit_are_named(change, message):
+    state = released_swin()
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        convert_acmix(state)
+
+
+def test_plain_swin_is_refused():
+    with pytest.raises(ValueError, match='must hold a released ACmix layer'):
+        convert_acmix({k: x for k, x in released_swin().items()
+                       if 'dep_conv' not in k})

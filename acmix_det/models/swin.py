@@ -1,0 +1,233 @@
+"""Swin Transformer whose window attention is ACmix."""
+import math
+import warnings
+from typing import Dict, List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from mmdet.models.backbones.swin import SwinBlock, SwinTransformer
+from mmdet.registry import MODELS
+from mmengine.logging import print_log
+from mmengine.runner import CheckpointLoader
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from acmix_det.checkpoints import (convert_acmix, rename_swin, some_of,
+                                   unwrap_state_dict)
+from acmix_det.layers.acmix_window import ACmixWindowMSA
+from acmix_det.ops.checks import check_positive_int
+
+
+class ACmixSwinBlock(nn.Module):
+    """Block of a Swin Transformer with :class:`ACmixWindowMSA`.
+
+    Args:
+        block (SwinBlock): mmdet's block, whose other layers it takes over.
+    """
+
+    def __init__(self, block: SwinBlock) -> None:
+        super().__init__()
+        self.with_cp = block.with_cp
+        self.norm1 = block.norm1
+        self.attn = ACmixWindowMSA(block.attn)
+        self.norm2 = block.norm2
+        self.ffn = block.ffn
+
+    def forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
+        """Apply the block, (B, H * W, C) to (B, H * W, C)."""
+        if self.with_cp and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, hw_shape, use_reentrant=False)
+        return self._forward(x, hw_shape)
+
+    def _forward(self, x: Tensor, hw_shape: Tuple[int, int]) -> Tensor:
+        x = x + self.attn(self.norm1(x), hw_shape)
+        return self.ffn(self.norm2(x), identity=x)
+
+
+@MODELS.register_module()
+class ACmixSwinTransformer(SwinTransformer):
+    """mmdet's SwinTransformer with ACmix for the attention of every block.
+
+    Every argument of :class:`mmdet.models.SwinTransformer` is accepted, by
+    keyword; the defaults are those of Swin-T. It computes what the released
+    Swin-ACmix code computes, at any image size, see
+    :class:`ACmixWindowMSA`.
+
+    Args:
+        **kwargs: Arguments of :class:`mmdet.models.SwinTransformer`.
+            ``pretrained`` is refused, use ``init_cfg``, of type 'Pretrained'
+            or 'WarmStart', see :meth:`init_weights`. ``use_abs_pos_embed`` is
+            refused, since mmdet's fits one image size only.
+            ``convert_weights`` has no effect: the names of a checkpoint show
+            whether it is mmdet's, Swin's or Swin-ACmix's own.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If arguments contradict each other.
+
+    Example:
+        >>> import torch
+        >>> from acmix_det.models import ACmixSwinTransformer
+        >>> model = ACmixSwinTransformer(embed_dims=24)
+        >>> [tuple(x.shape) for x in model(torch.rand(1, 3, 100, 67))]
+        [(1, 24, 25, 17), (1, 48, 13, 9), (1, 96, 7, 5), (1, 192, 4, 3)]
+    """
+
+    def __init__(self, **kwargs) -> None:
+        _check_arguments(**kwargs)
+        super().__init__(**kwargs)
+        for stage in self.stages:
+            for i, block in enumerate(stage.blocks):
+                stage.blocks[i] = ACmixSwinBlock(block)
+        self._freeze_stages()
+        if self.frozen_stages >= 0 and self.init_cfg is None:
+            self._warn_of_frozen('all of them')
+
+    def train(self, mode: bool = True) -> 'ACmixSwinTransformer':
+        """Set the mode, frozen stages respected."""
+        super().train(mode)
+        return self  # mmdet's returns None
+
+    def init_weights(self) -> None:
+        """Initialise or load the weights.
+
+        With ``init_cfg=dict(type='Pretrained', ...)`` the weights that fit
+        are loaded from a checkpoint of this class, of the released Swin-ACmix
+        code, of mmdet's SwinTransformer or of the Swin repository, and a
+        summary is logged. Position tables of another window size are
+        interpolated. Classifier and final norm are not used.
+
+        With ``type='WarmStart'``, for a plain Swin, alpha is then set to 1
+        and beta to 0 in every layer: training starts from a network that
+        computes what that Swin computes.
+
+        Raises:
+            ValueError: If ``init_cfg`` is of another type, or no weight of
+                the checkpoint fits.
+        """
+        cfg = self.init_cfg
+        if cfg is None:
+            super().init_weights()
+            for layer in self._acmix_layers():
+                layer.init_weights()
+            return
+        if cfg.get('type') not in ('Pretrained', 'WarmStart'):
+            raise ValueError(
+                "init_cfg must be None or of type 'Pretrained' or "
+                f"'WarmStart', got {cfg!r}")
+        state = _read_weights(cfg['checkpoint'], cfg.get('prefix'))
+        warm = cfg['type'] == 'WarmStart'
+        if warm and any(key.endswith('.attn.alpha') for key in state):
+            raise ValueError("init_cfg must be of type 'Pretrained' for a "
+                             f'checkpoint with ACmix layers, got {cfg!r}')
+        summary = self._load(state, cfg['checkpoint'])
+        if warm:
+            for layer in self._acmix_layers():
+                nn.init.ones_(layer.alpha)
+                nn.init.zeros_(layer.beta)
+            summary += '; alpha is 1 and beta 0, to start as a plain Swin'
+        print_log(summary, logger='current')
+
+    def _acmix_layers(self) -> List[ACmixWindowMSA]:
+        return [m for m in self.modules() if isinstance(m, ACmixWindowMSA)]
+
+    def _load(self, state: Dict[str, Tensor], path: str) -> str:
+        """Load what fits; return a summary."""
+        own = self.state_dict()
+        fits, resized = {}, 0
+        for key, x in state.items():
+            if key not in own:
+                continue
+            if key.endswith('.relative_position_bias_table'):
+                table = _resize_table(x, own[key])
+                resized += table is not x
+                x = table
+            if x.shape == own[key].shape:
+                fits[key] = x
+        new = [key for key in own if key not in fits]
+        dropped = [key for key in state if key not in fits]
+        summary = (f'{type(self).__name__}: {len(fits)} of {len(own)} tensors '
+                   f'loaded from {path}')
+        if not fits:
+            raise ValueError(
+                f'{summary}; the checkpoint has {some_of(dropped)}, the model '
+                f'{some_of(new)}: check init_cfg (prefix)')
+        self.load_state_dict(fits, strict=False)
+        frozen = {key for key, p in self.named_parameters()
+                  if not p.requires_grad}
+        if frozen.intersection(new):
+            self._warn_of_frozen(some_of(key for key in new if key in frozen))
+        if resized:
+            summary += (f'; {resized} position tables interpolated to the '
+                        'window size of the model')
+        return (f'{summary}; {len(new)} start new ({some_of(new)}); '
+                f'{len(dropped)} of the checkpoint not used '
+                f'({some_of(dropped)})')
+
+    def _warn_of_frozen(self, names: str) -> None:
+        warnings.warn(
+            f'frozen_stages={self.frozen_stages} freezes weights of '
+            f'{type(self).__name__} that no checkpoint of init_cfg sets '
+            f'({names}); unless one is loaded, they stay random for the whole '
+            'training: set frozen_stages=-1')
+
+
+def _check_arguments(depths=(2, 2, 6, 2),
+                     num_heads=(3, 6, 12, 24),
+                     strides=(4, 2, 2, 2),
+                     out_indices=(0, 1, 2, 3),
+                     window_size=7,
+                     frozen_stages=-1,
+                     pretrained=None,
+                     use_abs_pos_embed=False,
+                     **kwargs) -> None:
+    if pretrained is not None:
+        raise ValueError(
+            'pretrained must be None, use init_cfg=dict(type="Pretrained", '
+            f'checkpoint=...) instead, got {pretrained!r}')
+    if use_abs_pos_embed:
+        raise ValueError('use_abs_pos_embed must be False (it fits images of '
+                         f'one size only), got {use_abs_pos_embed!r}')
+    check_positive_int('window_size', window_size)
+    stages = len(depths)
+    for name, value in (('num_heads', num_heads), ('strides', strides)):
+        if len(value) != stages:
+            raise ValueError(f'{name} must have one entry for each of the '
+                             f'{stages} depths, got {value}')
+    if any(i not in range(stages) for i in out_indices):
+        raise ValueError(f'out_indices must be stages from 0 to {stages - 1}, '
+                         f'got {out_indices}')
+    if not -1 <= frozen_stages <= stages:
+        raise ValueError(f'frozen_stages must be from -1 to {stages}, got '
+                         f'{frozen_stages}')
+
+
+def _read_weights(path: str, prefix: Optional[str]) -> Dict[str, Tensor]:
+    """State dict of a checkpoint under mmdet's names for a Swin."""
+    state = unwrap_state_dict(
+        CheckpointLoader.load_checkpoint(
+            path, map_location='cpu', logger='silent'))
+    if prefix is None and any(key.startswith('backbone.') for key in state):
+        prefix = 'backbone'  # of a detector
+    if prefix is not None:
+        start = f'{prefix}.'
+        state = {
+            key[len(start):]: x
+            for key, x in state.items() if key.startswith(start)
+        }
+    if any(key.endswith('.dep_conv.weight') for key in state):
+        return convert_acmix(state)
+    if any(key.startswith('layers.') for key in state):
+        return rename_swin(state)
+    index = '.relative_position_index'
+    return {key: x for key, x in state.items() if not key.endswith(index)}
+
+
+def _resize_table(table: Tensor, own: Tensor) -> Tensor:
+    """A position table for the window size of another, (positions, N)."""
+    old, new = math.isqrt(len(table)), math.isqrt(len(own))
+    if old == new or table.shape[1] != own.shape[1]:
+        return table
+    table = table.T.unflatten(1, (old, old))[None].to(own.dtype)
+    table = F.interpolate(table, size=(new, new), mode='bicubic')
+    return table[0].flatten(1).T
