@@ -15,15 +15,17 @@ import sys
 from collections import deque
 from pathlib import Path
 
-import mmcv
 from mmengine.config import Config, DictAction
 from tqdm import tqdm
 
 import acmix_det  # noqa: F401
 from acmix_det.datasets import make_digits
-from acmix_det.evaluation import build_detector, count_complexity, read_run
-from acmix_det.evaluation.report import (Boxes, Entry, as_dict,
-                                         draw_detections, plot_runs, table)
+from acmix_det.evaluation import (build_detector, count_complexity, read_run,
+                                  read_schedule)
+from acmix_det.evaluation.inference import (class_names, detect,
+                                            load_detector, pick_samples)
+from acmix_det.evaluation.plots import draw_detections, plot_runs
+from acmix_det.evaluation.report import Entry, as_dict, table
 
 ROOT = Path(__file__).resolve().parents[1]
 # the first one is what the others are compared with
@@ -139,49 +141,28 @@ def train(name, position, cfg, work_dir):
 def repeat_last_epoch(run):
     """Go back one epoch where the last one was saved but not evaluated."""
     pointer = run.work_dir / 'last_checkpoint'
-    previous = run.checkpoint.with_name(f'epoch_{run.epochs - 1}.pth')
+    previous = run.checkpoint.with_name(f'epoch_{run.done - 1}.pth')
     if previous.is_file():
         pointer.write_text(str(previous))
     else:
         pointer.unlink()
 
 
-def detect(entries, cfg, args):
+def draw(entries, cfg, args):
     """Draw the detections of every model on the same images."""
-    from mmdet.apis import inference_detector, init_detector
-    from mmdet.registry import DATASETS
-    dataset = DATASETS.build(cfg.val_dataloader.dataset)
-    # images with several digits, spread over the set
-    several = [
-        i for i in range(len(dataset))
-        if len(dataset.get_data_info(i)['instances']) >= 2
-    ] or list(range(len(dataset)))
-    chosen = several[::max(len(several) // PICTURES, 1)][:PICTURES]
-    infos = [dataset.get_data_info(i) for i in chosen]
-    images = [mmcv.imread(info['img_path']) for info in infos]
-    columns = {'ground truth': [_ground_truth(info) for info in infos]}
+    samples = pick_samples(cfg, PICTURES)
+    columns = {'ground truth': [sample.boxes for sample in samples]}
     for entry in entries:
-        model = init_detector(
-            str(entry.run.work_dir / 'config.py'), str(entry.run.checkpoint),
-            device='cpu')
+        run, = entry.runs
+        model = load_detector(Config.fromfile(run.work_dir / 'config.py'),
+                              run.checkpoint, 'cpu')
         columns[entry.name] = [
-            _detections(inference_detector(model, image)) for image in images
+            detect(model, sample.image, SCORE_THRESHOLD) for sample in samples
         ]
     path = args.work_dir / 'detections.png'
-    draw_detections([image[..., ::-1] for image in images], columns,
-                    dataset.metainfo['classes'], path)
+    draw_detections([sample.image for sample in samples], columns,
+                    class_names(cfg), path)
     return path
-
-
-def _ground_truth(info):
-    boxes = [x['bbox'] for x in info['instances']]
-    return Boxes(boxes, [x['bbox_label'] for x in info['instances']])
-
-
-def _detections(sample):
-    found = sample.pred_instances.numpy()
-    found = found[found.scores >= SCORE_THRESHOLD]
-    return Boxes(found.bboxes, found.labels, found.scores)
 
 
 def main():
@@ -195,24 +176,25 @@ def main():
     for position, name in enumerate(MODELS, 1):
         cfg = load_config(name, args)
         work_dir = prepare(name, cfg, args)
-        epochs = cfg.train_cfg.max_epochs
-        run = read_run(work_dir, epochs)
+        schedule = read_schedule(cfg)
+        run = read_run(work_dir, schedule)
         if run.finished:
             print(f'[{position}/{len(MODELS)}] {name}: trained already')
         else:
-            if run.epochs >= epochs:
+            if run.done >= schedule.total:
                 repeat_last_epoch(run)
             train(name, position, cfg, work_dir)
-            run = read_run(work_dir, epochs)
+            run = read_run(work_dir, schedule)
         size = cfg.scale[::-1]
         entries.append(
-            Entry(name, run, count_complexity(build_detector(cfg), size)))
+            Entry(name, [run], count_complexity(build_detector(cfg), size)))
 
     plot_runs(entries, args.work_dir / 'curves.png')
-    pictures = detect(entries, cfg, args)
+    pictures = draw(entries, cfg, args)
     text = (
         f'{table(entries)}\n\nRetinaNet on digits, seed {args.seed}; mAP and '
-        f'AP50 on {args.num_val} validation images by pycocotools, MACs and '
+        f'its parts on {args.num_val} validation images by pycocotools, '
+        'best mAP: the highest of any epoch, MACs and '
         f'FLOPs (2 per MAC) for one image of {size[0]} x {size[1]}; saved: '
         'less than convolution; training: time of the training iterations, '
         'evaluation excluded.\n')

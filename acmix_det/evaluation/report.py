@@ -1,168 +1,291 @@
-"""Compare finished runs: table, plots, and detections side by side."""
-from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence
+"""The table that compares runs, as text and as plain types."""
+import csv
+import io
+from statistics import mean, stdev
+from typing import (Any, Callable, Dict, Iterator, List, NamedTuple, Optional,
+                    Sequence, Tuple)
 
-import numpy as np
+from mmengine.config import Config
 
+from .benchmark import Timing
+from .benchmark_report import MIB
+from .benchmark_report import table as markdown
 from .complexity import Complexity
-from .runs import AP50, MAP, Run
+from .runs import MAP, Run
+
+METRICS = {
+    'mAP': 'coco/bbox_mAP',
+    'AP50': 'coco/bbox_mAP_50',
+    'AP75': 'coco/bbox_mAP_75',
+    'APs': 'coco/bbox_mAP_s',
+    'APm': 'coco/bbox_mAP_m',
+    'APl': 'coco/bbox_mAP_l',
+}
+# what decides how a model trains and is judged; the rest repeats it
+COMPARED_KEYS = ('model', 'train_cfg', 'optim_wrapper', 'param_scheduler',
+                 'train_dataloader', 'val_dataloader', 'val_evaluator',
+                 'custom_hooks', 'auto_scale_lr', 'randomness')
 
 
 class Entry(NamedTuple):
-    """One model of a comparison; the first one is the baseline."""
+    """One model of a comparison; the first one is the baseline.
+
+    Attributes:
+        name (str): Name of the model.
+        runs (Sequence[Run]): Its trainings, several where seeds differ.
+        complexity (Complexity | None): Its cost, if it could be counted.
+        classes (dict[str, float | None]): AP by class, mean over the runs.
+        speed (Timing | None): Time of one image.
+        memory (int | None): Peak bytes of one image.
+    """
     name: str
-    run: Run
-    complexity: Complexity
+    runs: Sequence[Run]
+    complexity: Optional[Complexity] = None
+    classes: Dict[str, Optional[float]] = {}
+    speed: Optional[Timing] = None
+    memory: Optional[int] = None
+
+    @property
+    def finished(self) -> List[Run]:
+        return [run for run in self.runs if run.finished]
+
+    @property
+    def status(self) -> str:
+        """'finished', or the states of the runs that are not."""
+        return ', '.join(
+            dict.fromkeys(x.status for x in self.runs
+                          if not x.finished)) or 'finished'
+
+    @property
+    def label(self) -> str:
+        """Name, number of runs if several, and what is not finished."""
+        done, runs = len(self.finished), len(self.runs)
+        if runs == 1:
+            return self.name if done else f'{self.name}, {self.status}'
+        if done == runs:
+            return f'{self.name} (n={runs})'
+        return f'{self.name} (n={done} of {runs}), {self.status}'
+
+    def values(self, metric: str) -> List[float]:
+        """Final values of a metric, one of each finished run that has it."""
+        found = (run.final(metric) for run in self.runs)
+        return [x for x in found if x is not None]
+
+    @property
+    def params(self) -> Optional[int]:
+        return self.complexity and self.complexity.params
+
+    @property
+    def flops(self) -> Optional[int]:
+        return self.complexity and self.complexity.flops
+
+
+def saved_percent(value: Optional[float],
+                  baseline: Optional[float]) -> Optional[float]:
+    """Percent less than the baseline: 20 is a fifth less."""
+    if value is None or not baseline:
+        return None
+    return 100 * (1 - value / baseline)
 
 
 def saving(value: Optional[float], baseline: Optional[float]) -> str:
     """Percent less than the baseline: '+20 %' is a fifth less."""
-    if value is None or not baseline:
+    percent = saved_percent(value, baseline)
+    return '-' if percent is None else f'{percent:+.0f} %'
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean, and sample standard deviation if there are several values."""
+    if not values:
         return '-'
-    return f'{100 * (1 - value / baseline):+.0f} %'
+    text = f'{mean(values):.3f}'
+    return f'{text} ± {stdev(values):.3f}' if len(values) > 1 else text
+
+
+def _epochs(entry: Entry) -> str:
+    found = []
+    for run in entry.runs:
+        total = run.schedule.total
+        if run.finished:
+            found.append(str(total))
+        elif run.metrics:
+            found.append(f'{max(run.metrics)} of {total}')
+    return ', '.join(dict.fromkeys(found)) or '-'
+
+
+def _best(entry: Entry) -> str:
+    found = [run.best for run in entry.runs if run.best]
+    text = _spread([value for value, _ in found])
+    return f'{text} ({found[0][1]})' if len(found) == 1 else text
+
+
+def _duration(entry: Entry) -> str:
+    if not entry.finished:
+        return '-'
+    minutes = mean(run.seconds for run in entry.finished) / 60
+    return f'{minutes:.1f} min' if minutes < 120 else f'{minutes / 60:.1f} h'
+
+
+def _count(value: Optional[int], unit: float, name: str) -> str:
+    return '-' if value is None else f'{value / unit:.3f} {name}'
 
 
 def _row(entry: Entry, baseline: Entry) -> List[str]:
-    run, cost = entry.run, entry.complexity
-    first = baseline.complexity
-    number = [
-        '-' if x is None else f'{x:.3f}'
-        for x in (run.final(MAP), run.final(AP50))
-    ]
     same = entry is baseline
-    minutes = f'{run.seconds / 60:.1f} min' if run.finished else '-'
+    macs = entry.complexity and entry.complexity.macs
     return [
-        entry.name if run.finished else f'{entry.name}, {run.status}',
-        *number, f'{cost.params / 1e6:.3f} M',
-        '' if same else saving(cost.params, first.params),
-        f'{cost.macs / 1e9:.3f} G', f'{cost.flops / 1e9:.3f} G',
-        '' if same else saving(cost.flops, first.flops), minutes
+        entry.label, *(_spread(entry.values(x)) for x in METRICS.values()),
+        _epochs(entry), _best(entry), _count(entry.params, 1e6, 'M'),
+        '' if same else saving(entry.params, baseline.params),
+        _count(macs, 1e9, 'G'), _count(entry.flops, 1e9, 'G'),
+        '' if same else saving(entry.flops, baseline.flops), _duration(entry)
     ]
 
 
-HEADER = ('model', 'mAP', 'AP50', 'parameters', 'saved', 'MACs', 'FLOPs',
-          'saved', 'training')
-
-
-def table(entries: Sequence[Entry]) -> str:
-    """Markdown table; savings are relative to the first entry.
+def cells(entries: Sequence[Entry]) -> Tuple[List[str], List[List[str]]]:
+    """Header and rows of the table; savings are relative to the first entry.
 
     What was not reached shows as '-', with the state of the run.
     """
-    rows = [list(HEADER)] + [_row(e, entries[0]) for e in entries]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        '| ' + ' | '.join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))) + ' |'
-        for row in rows
+    unit = entries[0].runs[0].schedule.unit
+    header = [
+        'model', *METRICS, unit, 'best mAP', 'parameters', 'saved', 'MACs',
+        'FLOPs', 'saved', 'training'
     ]
-    rule = ['-' * widths[0]] + ['-' * (w - 1) + ':' for w in widths[1:]]
-    lines.insert(1, '| ' + ' | '.join(rule) + ' |')
-    return '\n'.join(lines)
+    rows = [_row(entry, entries[0]) for entry in entries]
+    if any(entry.speed for entry in entries):
+        header += ['ms per image', 'memory']
+        for row, e in zip(rows, entries):
+            row += [
+                f'{e.speed.median:.1f}' if e.speed else '-',
+                '-' if e.memory is None else f'{e.memory / MIB:.1f} MiB'
+            ]
+    return header, rows
 
 
-def as_dict(entries: Sequence[Entry]) -> List[dict]:
-    """The comparison as plain types, None where there is no value."""
-    return [
-        dict(
-            model=e.name,
-            status=e.run.status,
-            mAP=e.run.final(MAP),
-            AP50=e.run.final(AP50),
-            params=e.complexity.params,
-            macs=e.complexity.macs,
-            flops=e.complexity.flops,
-            training_seconds=e.run.seconds if e.run.finished else None,
-            mAP_by_epoch=dict(zip(*e.run.curve(MAP)))) for e in entries
-    ]
+def class_cells(
+        entries: Sequence[Entry]) -> Tuple[List[str], List[List[str]]]:
+    """Header and rows of the AP by class, differences to the first entry."""
+    names = dict.fromkeys(x for entry in entries for x in entry.classes)
+    header = ['class', *(entry.label for entry in entries)]
+    rows = []
+    for name in names:
+        base = entries[0].classes.get(name)
+        row = [name]
+        for entry in entries:
+            value = entry.classes.get(name)
+            text = '-' if value is None else f'{value:.3f}'
+            if entry is not entries[0] and None not in (value, base):
+                text += f' ({value - base:+.3f})'
+            row.append(text)
+        rows.append(row)
+    return header, rows
 
 
-def _pyplot():
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError('plots need matplotlib, which is not installed: '
-                          "pip install 'acmix_det[digits]'") from error
-    matplotlib.use('Agg')  # files only, no screen
-    from matplotlib import pyplot
-    return pyplot
+def table(entries: Sequence[Entry],
+          content: Callable[[Sequence[Entry]], tuple] = cells) -> str:
+    """Markdown of :func:`cells` or :func:`class_cells`."""
+
+    def escape(text):
+        return ' '.join(text.replace('|', r'\|').split('\n'))
+
+    header, rows = content(entries)
+    return markdown([escape(x) for x in header],
+                    [[escape(x) for x in row] for row in rows])
 
 
-def plot_runs(entries: Sequence[Entry], path: Path) -> None:
-    """Draw learning curves, and mAP against parameters and MACs."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout='constrained')
-    for i, entry in enumerate(entries):
-        color = f'C{i}'
-        axes[0].plot(*entry.run.curve(MAP), 'o-', color=color,
-                     label=entry.name)
-        value = entry.run.final(MAP)
-        if value is None:
-            continue
-        for axis, cost in ((axes[1], entry.complexity.params / 1e6),
-                           (axes[2], entry.complexity.macs / 1e9)):
-            axis.plot(cost, value, 'o', color=color, markersize=10)
-            axis.annotate(entry.name, (cost, value), (0, 10), ha='center',
-                          textcoords='offset points')
-    axes[0].set(xlabel='epoch', ylabel='validation mAP', ylim=(0, None))
-    axes[0].xaxis.get_major_locator().set_params(integer=True)
-    axes[0].legend()
-    axes[1].set(xlabel='parameters (M)')
-    axes[2].set(xlabel='MACs per image (G)')
-    for axis in axes[1:]:
-        axis.margins(x=0.3)
-        axis.set(xlim=(0, None), ylim=(0, 1), ylabel='validation mAP')
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def _mean(values: Sequence[float]) -> Optional[float]:
+    return mean(values) if values else None
 
 
-class Boxes(NamedTuple):
-    """Boxes of one image: (n, 4) corners in pixels, labels, maybe scores."""
-    corners: np.ndarray
-    labels: np.ndarray
-    scores: Optional[np.ndarray] = None
+def as_dict(entries: Sequence[Entry]) -> List[Dict[str, Any]]:
+    """The comparison as plain types, None where there is no value.
 
-
-def draw_detections(images: Sequence[np.ndarray],
-                    columns: Dict[str, Sequence[Boxes]],
-                    classes: Sequence[str], path: Path) -> None:
-    """Draw boxes of several models on the same images, a row each.
-
-    Args:
-        images (Sequence[ndarray]): RGB images, (H, W, 3).
-        columns (dict[str, Sequence[Boxes]]): Title of a column to its boxes,
-            one entry for each image.
-        classes (Sequence[str]): Class names.
-        path (Path): The picture to write.
+    A value is the mean over the finished runs, ``*_std`` the sample standard
+    deviation.
     """
-    plt = _pyplot()
-    figure, axes = plt.subplots(
-        len(images), len(columns), squeeze=False, layout='constrained',
-        figsize=(3 * len(columns), 3.1 * len(images)))
-    for row, image in enumerate(images):
-        for axis, (title, boxes) in zip(axes[row], columns.items()):
-            axis.imshow(image, interpolation='bilinear')
-            axis.set_axis_off()
-            if row == 0:
-                axis.set_title(title)
-            _draw_boxes(axis, boxes[row], classes)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    found = []
+    for e in entries:
+        row = dict(model=e.name, status=e.status, finished_runs=len(e.finished))
+        for name, metric in METRICS.items():
+            values = e.values(metric)
+            row[name] = _mean(values)
+            row[f'{name}_std'] = stdev(values) if len(values) > 1 else None
+        row.update(
+            params=e.params,
+            params_saved_percent=saved_percent(e.params, entries[0].params),
+            macs=e.complexity and e.complexity.macs,
+            flops=e.flops,
+            flops_saved_percent=saved_percent(e.flops, entries[0].flops),
+            training_seconds=_mean([run.seconds for run in e.finished]),
+            ms_per_image=e.speed and e.speed.median,
+            ms_lower_quartile=e.speed and e.speed.lower,
+            ms_upper_quartile=e.speed and e.speed.upper,
+            peak_bytes=e.memory,
+            AP_by_class=dict(e.classes),
+            runs=[_run_dict(run) for run in e.runs])
+        found.append(row)
+    return found
 
 
-def _draw_boxes(axis, boxes: Boxes, classes: Sequence[str]) -> None:
-    from matplotlib.patches import Rectangle
-    for i, (x1, y1, x2, y2) in enumerate(boxes.corners):
-        label = int(boxes.labels[i])
-        color = f'C{label % 10}'
-        text = classes[label]
-        if boxes.scores is not None:
-            text += f' {boxes.scores[i]:.2f}'
-        axis.add_patch(
-            Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, color=color,
-                      linewidth=2))
-        axis.text(x1, max(y1 - 1, 6), text, fontsize=9, color='white',
-                  bbox=dict(facecolor=color, edgecolor='none', pad=1))
+def _run_dict(run: Run) -> Dict[str, Any]:
+    best, best_at = run.best or (None, None)
+    return dict(
+        work_dir=str(run.work_dir),
+        status=run.status,
+        checkpoint=run.checkpoint and run.checkpoint.name,
+        unit=run.schedule.unit,
+        done=run.done,
+        total=run.schedule.total,
+        mAP=run.final(MAP),
+        best_mAP=best,
+        best_at=best_at,
+        mAP_by_epoch=dict(zip(*run.curve(MAP))))
+
+
+def as_csv(entries: Sequence[Entry]) -> str:
+    """The plain numbers of :func:`as_dict`, a column for each class."""
+    rows = []
+    for row in as_dict(entries):
+        del row['runs']
+        row.update({
+            f'AP {name}': value
+            for name, value in row.pop('AP_by_class').items()
+        })
+        rows.append(row)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().rstrip('\n')
+
+
+def _flatten(value: Any, key: str = '') -> Iterator[Tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from _flatten(part, f'{key}.{name}' if key else str(name))
+    elif (isinstance(value, (list, tuple))
+          and any(isinstance(part, dict) for part in value)):
+        for i, part in enumerate(value):
+            yield from _flatten(part, f'{key}.{i}')
+    else:
+        yield key, list(value) if isinstance(value, tuple) else value
+
+
+def config_diff(cfg: Config, baseline: Config) -> List[Tuple[str, str, str]]:
+    """Settings of model, training and data that differ from the baseline.
+
+    Returns:
+        list[tuple]: Dotted key, the baseline's value, this value; '-' where
+        a config does not have the key.
+    """
+    ours, base = ({
+        key: repr(value)
+        for name in COMPARED_KEYS if name in x
+        for key, value in _flatten(x.to_dict()[name], name)
+        if not key.rsplit('.', 1)[-1] == '_scope_'
+    } for x in (cfg, baseline))
+    return [(key, base.get(key, '-'), ours.get(key, '-'))
+            for key in dict.fromkeys([*base, *ours])
+            if base.get(key) != ours.get(key)]

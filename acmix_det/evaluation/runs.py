@@ -1,9 +1,27 @@
 """Read what mmengine leaves in the work directory of a training."""
 import json
+import math
+import re
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
+from mmengine.config import Config
+
 MAP, AP50 = 'coco/bbox_mAP', 'coco/bbox_mAP_50'
+CLASS_AP = re.compile(r'coco/(.+)_precision')
+
+
+class Schedule(NamedTuple):
+    """How long a training is to be.
+
+    Attributes:
+        total (int): Number of epochs or iterations.
+        unit (str): 'epoch' or 'iteration'. Defaults to 'epoch'.
+        val_interval (int): Units between two evaluations. Defaults to 1.
+    """
+    total: int
+    unit: str = 'epoch'
+    val_interval: int = 1
 
 
 class Run(NamedTuple):
@@ -11,34 +29,41 @@ class Run(NamedTuple):
 
     Attributes:
         work_dir (Path): Its work directory.
-        max_epochs (int): Epochs that it is to train.
+        schedule (Schedule): Epochs or iterations that it is to train.
         checkpoint (Path | None): Last checkpoint.
-        epochs (int): Epochs behind the last checkpoint.
-        metrics (dict[int, dict]): Evaluation metrics by epoch.
+        done (int): Epochs or iterations behind the last checkpoint.
+        metrics (dict[int, dict]): Evaluation metrics by epoch or iteration.
         seconds (float): Time of the training iterations, data loading
             included, evaluation excluded. Iterations that an interruption
             lost and that were repeated count once.
     """
     work_dir: Path
-    max_epochs: int
+    schedule: Schedule
     checkpoint: Optional[Path]
-    epochs: int
+    done: int
     metrics: Dict[int, dict]
     seconds: float
 
     @property
     def finished(self) -> bool:
         """Whether the last epoch was trained, saved and evaluated."""
-        return (self.epochs >= self.max_epochs
-                and self.max_epochs in self.metrics)
+        total = self.schedule.total
+        return self.done >= total and total in self.metrics
 
     @property
     def status(self) -> str:
         """'finished', or how far the run got."""
         if self.finished:
             return 'finished'
-        if self.epochs:
-            return f'unfinished ({self.epochs} of {self.max_epochs} epochs)'
+        total, unit, _ = self.schedule
+        if self.done >= total:
+            return 'trained, but not evaluated'
+        if self.done:
+            return f'unfinished ({self.done} of {total} {unit}s)'
+        if self.seconds:
+            return f'unfinished (less than 1 of {total} {unit}s saved)'
+        if not self.work_dir.is_dir():
+            return 'no such directory'
         return 'not started'
 
     def final(self, name: str) -> Optional[float]:
@@ -48,45 +73,155 @@ class Run(NamedTuple):
         """
         if not self.finished:
             return None
-        value = self.metrics[self.max_epochs].get(name)
-        return None if value is None or value < 0 else value
+        return _known(self.metrics[self.schedule.total].get(name))
+
+    @property
+    def best(self) -> Optional[Tuple[float, int]]:
+        """Highest mAP so far, and the first epoch that reached it."""
+        epochs, values = self.curve(MAP)
+        if not values:
+            return None
+        value = max(values)
+        return value, epochs[values.index(value)]
 
     def curve(self, name: str) -> Tuple[List[int], List[float]]:
-        """Epochs and the values of a metric."""
-        epochs = sorted(e for e in self.metrics if name in self.metrics[e])
-        return epochs, [self.metrics[e][name] for e in epochs]
+        """Epochs and the values of a metric, where it has one."""
+        points = [(e, self.metrics[e].get(name)) for e in sorted(self.metrics)]
+        points = [p for p in points if _known(p[1]) is not None]
+        return [e for e, _ in points], [value for _, value in points]
+
+    @property
+    def classes(self) -> Dict[str, Optional[float]]:
+        """AP by class of the last epoch, if the evaluator logged it."""
+        if not self.finished:
+            return {}
+        return class_ap(self.metrics[self.schedule.total])
 
 
-def read_run(work_dir: Path, max_epochs: int) -> Run:
+def class_ap(metrics: Dict[str, float]) -> Dict[str, Optional[float]]:
+    """AP by class among metrics; None for a class without objects."""
+    found = {}
+    for key, value in metrics.items():
+        if match := CLASS_AP.fullmatch(key):
+            found[match[1]] = _known(value)
+    return found
+
+
+def _known(value: Optional[float]) -> Optional[float]:
+    if value is None or math.isnan(value) or value < 0:
+        return None
+    return value
+
+
+def find_config(work_dir: Path) -> Path:
+    """Find the config that mmengine wrote for a training.
+
+    Args:
+        work_dir (Path): Work directory of the training.
+
+    Returns:
+        Path: ``<name>.py`` in it if there is one; otherwise (none, or those
+        of several configs) the latest ``*/vis_data/config.py``.
+
+    Raises:
+        FileNotFoundError: If there is no directory or no config.
+    """
+    work_dir = Path(work_dir)
+    if not work_dir.is_dir():
+        raise FileNotFoundError('work_dir must be a directory, got '
+                                f'{work_dir}')
+    found = list(work_dir.glob('*.py'))
+    if len(found) == 1:
+        return found[0]
+    dumped = sorted(work_dir.glob('*/vis_data/config.py'))
+    if dumped:
+        return dumped[-1]
+    if found:
+        names = ', '.join(sorted(x.name for x in found))
+        raise FileNotFoundError('work_dir must hold the config of one run, '
+                                f'got {work_dir} with {names}')
+    raise FileNotFoundError('work_dir must hold the config of a run '
+                            f'(<name>.py or */vis_data/config.py), got '
+                            f'{work_dir} without one')
+
+
+def read_schedule(cfg: Config) -> Schedule:
+    """Length of a training, from its config.
+
+    Raises:
+        ValueError: If ``train_cfg`` has neither epochs nor iterations.
+    """
+    train_cfg = cfg.get('train_cfg') or {}
+    # mmengine's own defaults
+    if 'max_epochs' in train_cfg:
+        return Schedule(train_cfg['max_epochs'], 'epoch',
+                        train_cfg.get('val_interval', 1))
+    if 'max_iters' in train_cfg:
+        return Schedule(train_cfg['max_iters'], 'iteration',
+                        train_cfg.get('val_interval', 1000))
+    raise ValueError('train_cfg must have max_epochs (EpochBasedTrainLoop) or '
+                     f'max_iters (IterBasedTrainLoop), got {dict(train_cfg)}')
+
+
+def read_run(work_dir: Path, schedule: Schedule) -> Run:
     """Read the logs and checkpoints below a work directory.
 
-    After a resume there are several logs; for an iteration or epoch that is
-    in several of them the latest counts. Lines that an interruption cut are
-    left out.
+    After a resume there are several logs. A log replaces what earlier ones
+    tell of its first epoch (iteration-based: its first logged iteration) and
+    of all later ones, so that neither repeated work nor an older training in
+    the same directory counts. Lines that an interruption cut are left out.
 
     Args:
         work_dir (Path): It need not exist.
-        max_epochs (int): Epochs that the run is to train.
+        schedule (Schedule): Length of the training.
 
     Returns:
         Run: What is there.
     """
     work_dir = Path(work_dir)
     checkpoint = _last_checkpoint(work_dir)
-    epochs = int(checkpoint.stem.split('_')[-1]) if checkpoint else 0
+    done = 0
+    if checkpoint:
+        numbers = re.findall(r'\d+', checkpoint.stem)
+        if not numbers:
+            raise ValueError('last_checkpoint must name a file with its '
+                             f'epoch or iteration, got {checkpoint}')
+        done = int(numbers[-1])
+        if schedule.unit == 'iteration' and checkpoint.stem.startswith('epoch'):
+            done = schedule.total  # the whole training is one epoch to mmengine
+    by_epoch = schedule.unit == 'epoch'
     iterations, metrics = {}, {}
     for log in sorted(work_dir.glob('*/vis_data/scalars.json')):
-        for line in _read_lines(log):
+        lines = _read_lines(log)
+        first = next((x for x in lines if 'loss' in x), None)
+        if first is not None:
+            key = 'epoch' if by_epoch else 'step'
+            start = first.get(key, 0)
+            iterations = {
+                step: line
+                for step, line in iterations.items()
+                if line.get(key, 0) < start
+            }
+            metrics = {e: x for e, x in metrics.items() if e < start}
+        step = 0
+        for line in lines:
             if 'loss' in line:
-                iterations[line['step']] = line['time']
-            else:  # without a single detection there are no metrics in it
-                metrics[line['step']] = line
+                step = line['step']
+                iterations[step] = line
+                continue
+            # without a single detection there are no metrics in it
+            position = line['step']
+            if not by_epoch and not position:
+                # LoggerHook counts epochs here, of which there is one
+                interval = schedule.val_interval
+                position = min(-(-step // interval) * interval, schedule.total)
+            metrics[position] = line
     # a line tells the mean time of the iterations since the line before it
     seconds, previous = 0., 0
     for step in sorted(iterations):
-        seconds += iterations[step] * (step - previous)
+        seconds += iterations[step]['time'] * (step - previous)
         previous = step
-    return Run(work_dir, max_epochs, checkpoint, epochs, metrics, seconds)
+    return Run(work_dir, schedule, checkpoint, done, metrics, seconds)
 
 
 def _last_checkpoint(work_dir: Path) -> Optional[Path]:
