@@ -18,11 +18,11 @@ from acmix_det.evaluation.benchmark_peers import PEERS, missing
 from acmix_det.evaluation.benchmark_report import (add_options, as_dicts,
                                                    check_options, environment,
                                                    header, run_rows,
-                                                   show_rows, table,
-                                                   write_json)
+                                                   show_rows, write_json)
+from acmix_det.evaluation.markdown import markdown_table
 from acmix_det.layers import ACmix2d, StandAloneSelfAttention2d
 from acmix_det.ops import local_attention
-from acmix_det.ops.local_attention import _MODULES, BACKENDS
+from acmix_det.ops.local_attention import BACKENDS, MODULES
 
 SHAPES = [(256, 100, 168), (64, 200, 336)]  # C4 and C2 of an 800 x 1344 image
 CONV = 'nn.Conv2d 3x3'
@@ -206,7 +206,7 @@ def choose_rows(problem, args, notes):
     for backend in args.backends:
         reason = None
         if backend != 'auto':
-            reason = _MODULES[backend].can_use(query)
+            reason = MODULES[backend].can_use(query)
         if reason is not None:
             notes.append(f'{backend}: cannot run, {reason}')
         elif args.layer:
@@ -249,7 +249,7 @@ def check(device):
     titles = ('backend', 'dtype', 'cases', 'output', 'gradients', 'tolerance',
               '')
     print('\nLargest errors against the reference in float64, as parts of the '
-          f'largest value\n\n{table(titles, rows)}')
+          f'largest value\n\n{markdown_table(titles, rows)}')
     show_notes(notes)
     return all(e.right for e in errors)
 

@@ -17,6 +17,7 @@ from mmengine.config import Config
 
 import acmix_det  # noqa: F401
 from acmix_det.evaluation import build_detector, count_complexity
+from acmix_det.evaluation.markdown import markdown_table
 from acmix_det.ops.local_attention import CONVENTIONS
 
 HEADER = ('config', 'component', 'params (M)', 'MACs (G)', 'FLOPs (G)',
@@ -56,15 +57,6 @@ def parse_args():
     return args
 
 
-def markdown(header, rows):
-    cells = [list(map(str, row)) for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    cells.insert(1, ['-' * width for width in widths])
-    return '\n'.join('| ' + ' | '.join(
-        cell.ljust(width) for cell, width in zip(row, widths)) + ' |'
-                     for row in cells)
-
-
 def show(header, rows, kind):
     if kind == 'json':
         return json.dumps([dict(zip(header, row)) for row in rows], indent=2)
@@ -72,7 +64,7 @@ def show(header, rows, kind):
         text = io.StringIO()
         csv.writer(text).writerows([header, *rows])
         return text.getvalue().rstrip()
-    return markdown(header, rows)
+    return markdown_table(header, rows)
 
 
 def saved(value, baseline):
@@ -107,7 +99,7 @@ def papers():
                          f'{cell.published:,}', number.format(cell.computed),
                          number.format(cell.difference), mark))
             fit &= cell.fits
-        print(f'\n## {title}\n\n{markdown(header, rows)}')
+        print(f'\n## {title}\n\n{markdown_table(header, rows)}')
     print()
     for i, note in enumerate(notes, 1):
         print(f'[{i}] {note}')

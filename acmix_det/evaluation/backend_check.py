@@ -4,7 +4,7 @@ from typing import List, NamedTuple, Tuple
 import torch
 
 from acmix_det.ops import local_attention
-from acmix_det.ops.local_attention import _MODULES
+from acmix_det.ops.local_attention import MODULES
 
 # Error of the output or of a gradient, as a part of its largest value.
 TOLERANCE = {
@@ -69,7 +69,7 @@ def backend_errors(device: str) -> Tuple[List[BackendError], List[str]]:
         backends cannot run.
     """
     found, notes = [], []
-    for backend, module in _MODULES.items():
+    for backend, module in MODULES.items():
         if backend == 'reference':
             continue
         for dtype, tolerance in TOLERANCE.items():

@@ -13,6 +13,7 @@ from acmix_det.ops import cpu_backend
 from acmix_det.version import __version__
 from .benchmark import (MIN_REPEATS, Memory, Timing, measure, peak_memory,
                         summary)
+from .markdown import markdown_table
 
 MIB = 2**20
 
@@ -151,7 +152,7 @@ def show_rows(title: str, rows: Sequence[Row], memory: bool = False) -> str:
                 cells[-1] += [number(x.get('peak_mib')),
                               number(x.get('peak_ratio')),
                               number(x.get('extra_mib'))]
-    return table(header, cells)
+    return markdown_table(header, cells)
 
 
 def number(value: Optional[float]) -> str:
@@ -161,18 +162,6 @@ def number(value: Optional[float]) -> str:
     if value == 0:
         return '0'
     return f'{value:.{max(2 - math.floor(math.log10(abs(value))), 0)}f}'
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown table, the first column to the left, the rest to the right."""
-    cells = [list(map(str, row)) for row in (header, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells)]
-    rule = ['-' * widths[0], *('-' * (w - 1) + ':' for w in widths[1:])]
-    cells.insert(1, rule)
-    return '\n'.join('| ' + ' | '.join(
-        cell.rjust(width) if i else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(row, widths))) + ' |'
-                     for row in cells)
 
 
 def add_options(parser, repeats: int, seconds: float) -> None:

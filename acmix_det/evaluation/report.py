@@ -9,8 +9,8 @@ from mmengine.config import Config
 
 from .benchmark import Timing
 from .benchmark_report import MIB
-from .benchmark_report import table as markdown
 from .complexity import Complexity
+from .markdown import markdown_table
 from .runs import MAP, Run
 
 METRICS = {
@@ -190,8 +190,8 @@ def table(entries: Sequence[Entry],
         return ' '.join(text.replace('|', r'\|').split('\n'))
 
     header, rows = content(entries)
-    return markdown([escape(x) for x in header],
-                    [[escape(x) for x in row] for row in rows])
+    return markdown_table([escape(x) for x in header],
+                          [[escape(x) for x in row] for row in rows])
 
 
 def _mean(values: Sequence[float]) -> Optional[float]:

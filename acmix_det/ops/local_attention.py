@@ -14,7 +14,7 @@ from .checks import (check_attn_kernel_size, check_choice,
 PADDING_MODES = ('mask', 'zeros', 'reflect')
 BACKENDS = ('auto', 'reference', 'torch', 'cpu', 'triton')
 
-_MODULES = dict(
+MODULES = dict(
     reference=reference,
     torch=torch_backend,
     cpu=cpu_backend,
@@ -174,7 +174,7 @@ def _pick_backend(backend: str, query: Tensor) -> str:
         return 'torch'
     if query.device.type == 'meta':
         return backend  # shapes only, nothing runs
-    reason = _MODULES[backend].can_use(query)
+    reason = MODULES[backend].can_use(query)
     if reason is not None:
         raise RuntimeError(f'backend={backend!r} cannot run: {reason}')
     return backend
@@ -190,7 +190,7 @@ def _local_attention_op(query: Tensor, key: Optional[Tensor], value: Tensor,
                         rel_pos_w: Optional[Tensor], attn_kernel_size: int,
                         scale: float, stride: int, dilation: int,
                         padding_mode: str, backend: str) -> Tensor:
-    return _MODULES[backend].local_attention(query, key, value, rel_pos_h,
+    return MODULES[backend].local_attention(query, key, value, rel_pos_h,
                                              rel_pos_w, attn_kernel_size,
                                              scale, stride, dilation,
                                              padding_mode)
@@ -214,7 +214,7 @@ def _local_attention_backward_op(grad: Tensor, query: Tensor,
                                  stride: int, dilation: int,
                                  padding_mode: str,
                                  backend: str) -> List[Tensor]:
-    grads = _MODULES[backend].local_attention_backward(
+    grads = MODULES[backend].local_attention_backward(
         grad, query, key, value, rel_pos_h, rel_pos_w, attn_kernel_size, scale,
         stride, dilation, padding_mode)
     return [g for g in grads if g is not None]
