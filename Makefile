@@ -3,7 +3,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; 
 	$$p -c 'import venv' >/dev/null 2>&1 && echo $$p && break; done)
 VENV ?= .venv
 INSTALLED := $(VENV)/.installed
-PYTEST_ARGS ?=
+# One thread for each process: as many processes as cores.
+PYTEST_ARGS ?= -n auto --dist worksteal
 DEMO_ARGS ?=
 
 .PHONY: demo test install
@@ -12,7 +13,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/python tools/demo.py $(DEMO_ARGS)
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 install: $(INSTALLED)
 

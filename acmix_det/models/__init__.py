@@ -1,7 +1,11 @@
 from .backbones import ACmixResNet, SASAResNet
 from .dense_heads import SASARetinaHead
 from .necks import ACmixFPN, SASAFPN
+from .pvt import ACmixPyramidVisionTransformer
+from .san import SAN, ACmixSAN
+from .swin import ACmixSwinTransformer
 
 __all__ = [
-    'ACmixFPN', 'ACmixResNet', 'SASAFPN', 'SASAResNet', 'SASARetinaHead'
+    'ACmixFPN', 'ACmixPyramidVisionTransformer', 'ACmixResNet', 'ACmixSAN',
+    'ACmixSwinTransformer', 'SAN', 'SASAFPN', 'SASAResNet', 'SASARetinaHead'
 ]

@@ -1,0 +1,3 @@
+_base_ = './retinanet_r50-acmix_fpn-acmix_1x_coco.py'
+
+model = dict(backbone=dict(depth=26))
