@@ -5,11 +5,12 @@ from typing import Dict, Optional, Sequence
 from mmdet.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
 from mmdet.registry import MODELS
 from mmengine.logging import print_log
-from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
+from acmix_det.checkpoints import some_of
 from acmix_det.layers.base import AttentionConv2d
 from acmix_det.layers.conv_fit import expected_relu
+from .pretrained import count, load_fitting, read_weights
 from .swap import resolve_attn_cfg, swap_conv
 
 # the 3x3 convolutions of a block
@@ -151,36 +152,15 @@ class AttnResNet(ResNet):
         """
         cfg = self.init_cfg
         kind = cfg['type'] if isinstance(cfg, dict) else None
-        if kind in ('Pretrained', 'PretrainedInit', 'WarmStart'):
-            state = _read_weights(cfg['checkpoint'], cfg.get('prefix'))
-            summary = self._load(state, cfg['checkpoint'])
+        if kind in ('Pretrained', 'WarmStart'):
+            state = read_weights(cfg)
+            summary = load_fitting(self, state, cfg['checkpoint'])
             if kind == 'WarmStart':
                 summary += '; ' + self._imitate_convs(state)
             print_log(summary, logger='current')
             self._is_init = True
         else:
             super().init_weights()
-
-    def _load(self, state: Dict[str, Tensor], path: str) -> str:
-        """Load what fits; return a summary."""
-        own = self.state_dict()
-        fits = {
-            key: x
-            for key, x in state.items()
-            if key in own and x.shape == own[key].shape
-        }
-        new = [key for key in own if key not in fits]
-        dropped = [key for key in state if key not in fits]
-        summary = (f'{type(self).__name__}: {len(fits)} of {len(own)} tensors '
-                   f'loaded from {path}')
-        if not fits:
-            raise ValueError(
-                f'{summary}; the checkpoint has {_some(dropped)}, the model '
-                f'{_some(new)}: check init_cfg (prefix)')
-        self.load_state_dict(fits, strict=False)
-        return (f'{summary}; {len(new)} start new ({_some(new)}); '
-                f'{len(dropped)} of the checkpoint not used '
-                f'({_some(dropped)})')
 
     def _imitate_convs(self, state: Dict[str, Tensor]) -> str:
         """Fit attention layers to convolutions; return a summary."""
@@ -208,27 +188,12 @@ class AttnResNet(ResNet):
         if not errors:
             raise ValueError(
                 'init_cfg must name a checkpoint with convolutions for the '
-                f'attention layers to imitate, got none for {_some(random)}')
+                f'attention layers to imitate, got none for {some_of(random)}')
         mean = sum(errors.values()) / len(errors)
         lines = [f'\n  {path}: {error:.2f}' for path, error in errors.items()]
         return (f'{len(errors)} attention layers imitate convolutions, mean '
-                f'relative error {mean:.2f}; {len(random)} attention layers '
-                f'random ({_some(random)})' + ''.join(lines))
-
-
-def _read_weights(path: str, prefix: Optional[str]) -> Dict[str, Tensor]:
-    state = CheckpointLoader.load_checkpoint(
-        path, map_location='cpu', logger='silent')
-    state = state.get('state_dict', state)
-    for start in ('module.', f'{prefix}.' if prefix else ''):
-        if any(key.startswith(start) for key in state):
-            state = {
-                key[len(start):]: x
-                for key, x in state.items() if key.startswith(start)
-            }
-        elif start != 'module.':
-            state = {}
-    return state
+                f'relative error {mean:.2f}; random: '
+                f'{count(random)}' + ''.join(lines))
 
 
 def _mean_behind(norm: nn.Module) -> Optional[Tensor]:
@@ -248,9 +213,3 @@ class SASAResNet(AttnResNet):
 class ACmixResNet(AttnResNet):
     __doc__ = AttnResNet.__doc__
     attn_type = 'ACmix'
-
-
-def _some(keys: Sequence[str]) -> str:
-    if not keys:
-        return 'none'
-    return ', '.join(keys[:3]) + (', ...' if len(keys) > 3 else '')

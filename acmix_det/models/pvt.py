@@ -1,5 +1,5 @@
 """Pyramid Vision Transformer whose attention is ACmix."""
-from typing import Dict, Iterable, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,10 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from acmix_det.checkpoints import unwrap_state_dict
 from acmix_det.layers.acmix import init_shift_conv_, shift_conv
 from acmix_det.ops.checks import check_positive_int
-from .backbones import AttnResNet, _read_weights
+from .pretrained import (load_fitting, read_weights,
+                         start_as_plain_attention)
 from .swap import resolve_attn_cfg
 
 
@@ -262,12 +262,12 @@ class ACmixPyramidVisionTransformer(PyramidVisionTransformer):
             m for m in self.modules()
             if isinstance(m, ACmixSpatialReductionAttention)
         ]
-        state = read_checkpoint(self.init_cfg)
+        state = read_weights(self.init_cfg)
         if self.convert_weights:
             state = pvt_convert(state)
-        print_log(
-            load_checkpoint(self, self.init_cfg, state, layers),
-            logger='current')
+        summary = load_fitting(self, state, self.init_cfg['checkpoint'])
+        summary += start_as_plain_attention(self.init_cfg, state, layers)
+        print_log(summary, logger='current')
         self._is_init = True
 
 
@@ -298,54 +298,3 @@ def _check_arguments(num_stages=4,
     if any(i not in range(num_stages) for i in out_indices):
         raise ValueError('out_indices must be stages from 0 to '
                          f'{num_stages - 1}, got {out_indices}')
-
-
-def read_checkpoint(cfg: dict) -> Dict[str, Tensor]:
-    """Read the weights that an ``init_cfg`` names.
-
-    Args:
-        cfg (dict): 'Pretrained' (mmdet's PVT configs leave that out) or
-            'WarmStart', with a checkpoint and perhaps a prefix.
-
-    Raises:
-        ValueError: If it is of another type.
-    """
-    kind = cfg.get('type', 'Pretrained') if isinstance(cfg, dict) else None
-    if kind not in ('Pretrained', 'WarmStart') or 'checkpoint' not in cfg:
-        raise ValueError(
-            "init_cfg must be None or of type 'Pretrained' or 'WarmStart' "
-            f'with a checkpoint, got {cfg!r}')
-    return unwrap_state_dict(
-        _read_weights(cfg['checkpoint'], cfg.get('prefix')))
-
-
-def load_checkpoint(model: nn.Module, cfg: dict, state: Dict[str, Tensor],
-                    layers: Iterable[nn.Module]) -> str:
-    """Load what fits, and make ACmix layers start as plain attention.
-
-    Args:
-        model (nn.Module): The backbone.
-        cfg (dict): Its ``init_cfg``.
-        state (dict[str, Tensor]): The weights.
-        layers (Iterable[nn.Module]): Its ACmix layers. For 'WarmStart' their
-            alpha becomes 1 and their beta 0.
-
-    Returns:
-        str: A summary.
-
-    Raises:
-        ValueError: If no weight fits, or 'WarmStart' makes no sense.
-    """
-    layers = list(layers)
-    warm = cfg.get('type') == 'WarmStart'
-    if warm and (not layers or any(k.endswith('.alpha') for k in state)):
-        raise ValueError(
-            "init_cfg must be of type 'Pretrained' where the checkpoint holds "
-            f'all layers of {type(model).__name__}, got {cfg!r}')
-    summary = AttnResNet._load(model, state, cfg['checkpoint'])
-    if warm:
-        for layer in layers:
-            nn.init.ones_(layer.alpha)
-            nn.init.zeros_(layer.beta)
-        summary += '; alpha is 1 and beta 0, to start as plain attention'
-    return summary

@@ -15,7 +15,8 @@ from acmix_det.checkpoints import some_of
 from acmix_det.layers.patchwise import (ACmixPatchwiseAttention2d,
                                         PatchwiseAttention2d, build_norm)
 from acmix_det.ops.checks import check_positive_int
-from .pvt import load_checkpoint, read_checkpoint
+from .pretrained import (load_fitting, read_weights,
+                         start_as_plain_attention)
 from .swap import resolve_attn_cfg
 
 
@@ -250,12 +251,12 @@ class SAN(BaseModule):
         if not self._checkpoint_cfg():
             super().init_weights()
             return
-        state = read_checkpoint(self.init_cfg)
+        state = read_weights(self.init_cfg)
         layers = (m for m in self.modules()
                   if isinstance(m, ACmixPatchwiseAttention2d))
-        print_log(
-            load_checkpoint(self, self.init_cfg, state, layers),
-            logger='current')
+        summary = load_fitting(self, state, self.init_cfg['checkpoint'])
+        summary += start_as_plain_attention(self.init_cfg, state, layers)
+        print_log(summary, logger='current')
         self._is_init = True
         new = [
             key for key, p in self.named_parameters()

@@ -1,21 +1,21 @@
 """Swin Transformer whose window attention is ACmix."""
 import math
 import warnings
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Tuple
 
 import torch
 import torch.nn.functional as F
 from mmdet.models.backbones.swin import SwinBlock, SwinTransformer
 from mmdet.registry import MODELS
 from mmengine.logging import print_log
-from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from acmix_det.checkpoints import (convert_acmix, rename_swin, some_of,
-                                   unwrap_state_dict)
+from acmix_det.checkpoints import convert_acmix, rename_swin, some_of
 from acmix_det.layers.acmix_window import ACmixWindowMSA
 from acmix_det.ops.checks import check_positive_int
+from .pretrained import (load_fitting, read_weights,
+                         start_as_plain_attention)
 
 
 class ACmixSwinBlock(nn.Module):
@@ -111,58 +111,38 @@ class ACmixSwinTransformer(SwinTransformer):
             for layer in self._acmix_layers():
                 layer.init_weights()
             return
-        if cfg.get('type') not in ('Pretrained', 'WarmStart'):
-            raise ValueError(
-                "init_cfg must be None or of type 'Pretrained' or "
-                f"'WarmStart', got {cfg!r}")
-        state = _read_weights(cfg['checkpoint'], cfg.get('prefix'))
-        warm = cfg['type'] == 'WarmStart'
-        if warm and any(key.endswith('.attn.alpha') for key in state):
-            raise ValueError("init_cfg must be of type 'Pretrained' for a "
-                             f'checkpoint with ACmix layers, got {cfg!r}')
+        state = _rename(read_weights(cfg))
         summary = self._load(state, cfg['checkpoint'])
-        if warm:
-            for layer in self._acmix_layers():
-                nn.init.ones_(layer.alpha)
-                nn.init.zeros_(layer.beta)
-            summary += '; alpha is 1 and beta 0, to start as a plain Swin'
+        summary += start_as_plain_attention(cfg, state, self._acmix_layers())
         print_log(summary, logger='current')
+        self._is_init = True
 
     def _acmix_layers(self) -> List[ACmixWindowMSA]:
         return [m for m in self.modules() if isinstance(m, ACmixWindowMSA)]
 
     def _load(self, state: Dict[str, Tensor], path: str) -> str:
         """Load what fits; return a summary."""
-        own = self.state_dict()
-        fits, resized = {}, 0
-        for key, x in state.items():
-            if key not in own:
-                continue
-            if key.endswith('.relative_position_bias_table'):
-                table = _resize_table(x, own[key])
-                resized += table is not x
-                x = table
-            if x.shape == own[key].shape:
-                fits[key] = x
-        new = [key for key in own if key not in fits]
-        dropped = [key for key in state if key not in fits]
-        summary = (f'{type(self).__name__}: {len(fits)} of {len(own)} tensors '
-                   f'loaded from {path}')
-        if not fits:
-            raise ValueError(
-                f'{summary}; the checkpoint has {some_of(dropped)}, the model '
-                f'{some_of(new)}: check init_cfg (prefix)')
-        self.load_state_dict(fits, strict=False)
-        frozen = {key for key, p in self.named_parameters()
-                  if not p.requires_grad}
-        if frozen.intersection(new):
-            self._warn_of_frozen(some_of(key for key in new if key in frozen))
+        resized = []
+
+        def adapt(key: str, x: Tensor, own: Tensor) -> Tensor:
+            if not key.endswith('.relative_position_bias_table'):
+                return x
+            table = _resize_table(x, own)
+            if table is not x:
+                resized.append(key)
+            return table
+
+        summary = load_fitting(self, state, path, adapt)
+        new = [
+            key for key, p in self.named_parameters()
+            if not p.requires_grad and key not in state
+        ]
+        if new:
+            self._warn_of_frozen(some_of(new))
         if resized:
-            summary += (f'; {resized} position tables interpolated to the '
-                        'window size of the model')
-        return (f'{summary}; {len(new)} start new ({some_of(new)}); '
-                f'{len(dropped)} of the checkpoint not used '
-                f'({some_of(dropped)})')
+            summary += (f'; {len(resized)} position tables interpolated to '
+                        'the window size of the model')
+        return summary
 
     def _warn_of_frozen(self, names: str) -> None:
         warnings.warn(
@@ -202,15 +182,10 @@ def _check_arguments(depths=(2, 2, 6, 2),
                          f'{frozen_stages}')
 
 
-def _read_weights(path: str, prefix: Optional[str]) -> Dict[str, Tensor]:
-    """State dict of a checkpoint under mmdet's names for a Swin."""
-    state = unwrap_state_dict(
-        CheckpointLoader.load_checkpoint(
-            path, map_location='cpu', logger='silent'))
-    if prefix is None and any(key.startswith('backbone.') for key in state):
-        prefix = 'backbone'  # of a detector
-    if prefix is not None:
-        start = f'{prefix}.'
+def _rename(state: Dict[str, Tensor]) -> Dict[str, Tensor]:
+    """Weights under mmdet's names for a Swin."""
+    start = 'backbone.'  # of a detector
+    if any(key.startswith(start) for key in state):
         state = {
             key[len(start):]: x
             for key, x in state.items() if key.startswith(start)

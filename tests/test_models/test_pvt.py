@@ -337,7 +337,7 @@ def test_plain_weights_load_into_unchanged_layers(plain, caplog):
                for m in acmix_layers(model))
     total = len(state)
     assert f'{total - len(new)} of {total} tensors loaded' in caplog.text
-    assert f'{len(new)} start new' in caplog.text
+    assert f'; {len(new)} (' in caplog.text
     assert '0 of the checkpoint not used' in caplog.text
 
 

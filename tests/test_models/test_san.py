@@ -520,7 +520,7 @@ def test_plain_weights_load_into_unchanged_layers(plain, caplog):
         'alpha', 'beta', 'fc_weight', 'shift_weight'}
     total = len(state)
     assert f'{total - len(new)} of {total} tensors loaded' in caplog.text
-    assert f'{len(new)} start new' in caplog.text
+    assert f'; {len(new)} (' in caplog.text
 
 
 def test_warm_start_computes_what_the_plain_san_computes(plain):

@@ -419,7 +419,7 @@ def test_weights_of_mmdets_swin_load_into_all_it_has(state, prefix, unused,
     for key in loaded:
         assert torch.equal(own[key], expected[key]), key
     assert (f'{len(loaded)} of {len(own)} tensors loaded' in log.text)
-    assert f'{len(new)} start new' in log.text
+    assert f'; {len(new)} (' in log.text
     assert f'{unused} of the checkpoint not used' in log.text
     assert 'interpolated' not in log.text
 
