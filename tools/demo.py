@@ -170,7 +170,7 @@ def main():
     try:
         make_digits(str(args.data_root), num_train=args.num_train,
                     num_val=args.num_val)
-    except (ValueError, FileExistsError) as error:
+    except (ValueError, FileExistsError, ImportError) as error:
         sys.exit(str(error))
     entries = []
     for position, name in enumerate(MODELS, 1):

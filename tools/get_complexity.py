@@ -113,8 +113,17 @@ def main():
     size = (args.shape[0], args.shape[-1])
 
     def count(path):
-        model = build_detector(Config.fromfile(path))
-        return count_complexity(model, size, args.convention)
+        cfg = Config.fromfile(path)
+        if 'model' not in cfg:
+            sys.exit(f'configs must hold a model, got {path}')
+        try:
+            return count_complexity(
+                build_detector(cfg), size, args.convention)
+        except (AssertionError, TypeError) as error:
+            # tensor modes that need more than an image (DETR)
+            sys.exit('configs must hold a one-stage or two-stage detector '
+                     f'that an image alone is enough for, got {path} '
+                     f'({cfg.model.type}): {error!r}')
 
     costs = {path: count(path) for path in args.configs}
     first = args.baseline or args.configs[0]

@@ -50,7 +50,7 @@ def main():
     parser, args = parse_args()
     try:
         written = make_digits(**vars(args))
-    except (ValueError, FileExistsError) as e:
+    except (ValueError, FileExistsError, ImportError) as e:
         parser.error(str(e))
     print(f'{"Wrote" if written else "Found"} the digits data set in '
           f'{args.data_root}')

@@ -1,4 +1,5 @@
 """A small real detection data set, drawn from scikit-learn's digit scans."""
+import glob
 import json
 import os
 import shutil
@@ -106,6 +107,21 @@ def _read_meta(root: Path) -> Optional[dict]:
     return meta if ours else None
 
 
+def _remove_remains(root: Path) -> None:
+    """Remove what processes left that were killed."""
+    for path in root.parent.glob(f'{glob.escape(root.name)}.partial-*'):
+        pid = path.name.rpartition('-')[2]
+        try:
+            os.kill(int(pid), 0)
+            alive = int(pid) != os.getpid()
+        except (ValueError, PermissionError):
+            alive = True
+        except ProcessLookupError:
+            alive = False
+        if not alive:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def make_digits(data_root: str = 'data/digits',
                 seed: int = 0,
                 num_train: int = 2800,
@@ -161,7 +177,7 @@ def make_digits(data_root: str = 'data/digits',
         num_train=int(num_train),
         num_val=int(num_val),
         image_size=int(image_size))
-    root = Path(data_root).absolute()
+    root = Path(data_root).resolve()  # a link stays a link
     if root.exists() and not (root.is_dir() and not any(root.iterdir())):
         found = _read_meta(root)
         if found is None:
@@ -178,6 +194,7 @@ def make_digits(data_root: str = 'data/digits',
                 'to replace it')
 
     root.parent.mkdir(parents=True, exist_ok=True)
+    _remove_remains(root)
     partial_root = root.with_name(f'{root.name}.partial-{os.getpid()}')
     try:
         partial_root.mkdir()

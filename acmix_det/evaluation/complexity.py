@@ -105,7 +105,8 @@ def count_complexity(model: nn.Module,
 
     PyTorch's FLOP counter follows the forward pass on meta tensors, which
     have shapes only, so that any size takes a moment. Local attention
-    registers its formula there, the same with every backend.
+    registers its formula there, the same with every backend but
+    'reference', which counts the products that it executes.
 
     Args:
         model (nn.Module): A one-stage detector (its tensor mode is counted),

@@ -60,7 +60,9 @@ class AttentionConv2d(nn.Module):
         if self.kernel_size[0] == 1 or self.kernel_size[0] % 2 == 0:
             raise ValueError(
                 'kernel_size must be odd and larger than 1 (attention stands '
-                f'in for spatial convolutions only), got {kernel_size}')
+                f'in for spatial convolutions only), got {kernel_size}; '
+                'conv_cfg reaches the 1x1 convolutions of a ResNet or FPN '
+                'too, attn_cfg of SASAResNet, SASAFPN, ... does not')
         kept = self.dilation[0] * (self.kernel_size[0] // 2)
         if isinstance(padding, str) or _pair(padding) != (kept, kept):
             raise ValueError(
@@ -123,7 +125,8 @@ class AttentionConv2d(nn.Module):
         return None
 
     def _check_input(self, x: Tensor) -> None:
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
+        if (x.dim() != 4 or x.shape[1] != self.in_channels
+                or 0 in x.shape[2:]):
             raise ValueError(
                 f'x must have the shape (B, {self.in_channels}, H, W), got '
                 f'{tuple(x.shape)}')

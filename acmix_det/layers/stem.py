@@ -113,7 +113,8 @@ class SASAStem2d(nn.Module):
         Returns:
             Tensor: (B, out_channels, H, W).
         """
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
+        if (x.dim() != 4 or x.shape[1] != self.in_channels
+                or 0 in x.shape[2:]):
             raise ValueError(
                 f'x must have the shape (B, {self.in_channels}, H, W), got '
                 f'{tuple(x.shape)}')
@@ -129,7 +130,8 @@ class SASAStem2d(nn.Module):
         # softmax in float32 at least: the logits are not scaled
         logits = query @ key.transpose(-1, -2) + self._position_logits(query)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits.reshape(b, -1, *logits.shape[1:]).masked_fill(
+        logits = logits.reshape(b, inside.shape[0],
+                                *logits.shape[1:]).masked_fill(
             ~inside.transpose(-1, -2)[:, None], float('-inf')).flatten(0, 1)
         attn = logits.softmax(-1).to(value.dtype)  # (Z, N, P, P)
         out = (attn @ value).transpose(1, 2).flatten(2)
@@ -147,8 +149,9 @@ class SASAStem2d(nn.Module):
     def _from_blocks(self, x: Tensor, b: int, h: int, w: int) -> Tensor:
         """(Z, P, C) to (B, C, H, W)."""
         s, rows, cols = self._blocks(h, w)
-        x = x.reshape(b, rows, cols, s, s, -1).permute(0, 5, 1, 3, 2, 4)
-        x = x.reshape(b, -1, rows * s, cols * s)
+        x = x.reshape(b, rows, cols, s, s, self.out_channels)
+        x = x.permute(0, 5, 1, 3, 2, 4)
+        x = x.reshape(b, self.out_channels, rows * s, cols * s)
         return x[..., :h, :w]
 
     def _blocks(self, h: int, w: int) -> Tuple[int, int, int]:
@@ -159,7 +162,8 @@ class SASAStem2d(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         """(Z, P, C) to (Z, N, P, D)."""
         z, p, _ = x.shape
-        return x.reshape(z, p, self.num_heads, -1).transpose(1, 2)
+        return x.reshape(z, p, self.num_heads,
+                         self.head_dim).transpose(1, 2)
 
     def _value_weight(self) -> Tensor:
         """Value projection of each place in a block, (P, out, in)."""

@@ -40,7 +40,8 @@ class AttnResNet(ResNet):
             :meth:`init_weights`.
 
     Raises:
-        TypeError: If ``attn_cfg`` has a key that its layer does not take.
+        TypeError: If ``attn_cfg`` has a key that its layer does not take, or
+            an argument has the wrong type.
         ValueError: If the depth does not exist, nothing would be replaced, or
             arguments contradict each other.
 
@@ -76,6 +77,11 @@ class AttnResNet(ResNet):
         num_stages = kwargs.get('num_stages', 4)
         if stage_with_attn is None:
             stage_with_attn = (True, ) * num_stages
+        if isinstance(stage_with_attn, str) or not isinstance(
+                stage_with_attn, Sequence) or not all(
+                    isinstance(x, bool) for x in stage_with_attn):
+            raise TypeError('stage_with_attn must be a list or tuple of bool, '
+                            f'got {stage_with_attn!r}')
         if len(stage_with_attn) != num_stages:
             raise ValueError(
                 'stage_with_attn must have one entry for each of the '
@@ -83,6 +89,20 @@ class AttnResNet(ResNet):
         if not any(stage_with_attn) and attn_stem is None:
             raise ValueError('stage_with_attn must be True for some stage '
                              f'(or use ResNet), got {tuple(stage_with_attn)}')
+        frozen = kwargs.get('frozen_stages', -1)
+        if frozen > num_stages:
+            raise ValueError(f'frozen_stages must be at most num_stages='
+                             f'{num_stages}, got {frozen}')
+        out_indices = tuple(kwargs.get('out_indices', range(num_stages)))
+        if (not out_indices or list(out_indices) != sorted({*out_indices})
+                or not 0 <= out_indices[0] <= out_indices[-1] < num_stages):
+            raise ValueError(
+                'out_indices must be increasing stages from 0 to '
+                f'{num_stages - 1}, got {kwargs["out_indices"]}')
+        kwargs['out_indices'] = out_indices
+        if attn_stem is not None and not isinstance(attn_stem, dict):
+            raise TypeError(f'attn_stem must be a dict or None, got '
+                            f'{attn_stem!r}')
         if attn_stem is not None and kwargs.get('deep_stem'):
             raise ValueError('attn_stem must be None with deep_stem=True, got '
                              f'{attn_stem}')
@@ -94,9 +114,15 @@ class AttnResNet(ResNet):
                     f'same stage, got stage_with_dcn={tuple(with_dcn)}, '
                     f'stage_with_attn={tuple(stage_with_attn)}')
         attn_cfg = resolve_attn_cfg(attn_cfg, self.attn_type)
-        super().__init__(depth, **kwargs)
+        try:
+            super().__init__(depth=depth, **kwargs)
+        except AssertionError as error:  # mmdet's have no text
+            raise ValueError(
+                'num_stages must be from 1 to 4, and strides, dilations and '
+                f'plugins fit it (see mmdet\'s ResNet), got {kwargs}'
+            ) from error
         self.attn_cfg = attn_cfg
-        self.stage_with_attn = tuple(bool(x) for x in stage_with_attn)
+        self.stage_with_attn = tuple(stage_with_attn)
         for layer_name, with_attn in zip(self.res_layers,
                                          self.stage_with_attn):
             if with_attn:
@@ -113,7 +139,11 @@ class AttnResNet(ResNet):
             type='SASAStem',
             in_channels=self.conv1.in_channels,
             out_channels=self.conv1.out_channels)
-        self.conv1 = MODELS.build({**cfg, **attn_stem})
+        try:
+            self.conv1 = MODELS.build({**cfg, **attn_stem})
+        except TypeError as error:
+            raise TypeError('attn_stem must hold arguments of SASAStem, got '
+                            f'{attn_stem}: {error}') from error
         self.relu = nn.Identity()  # none in the paper's stem
         size = self.conv1.block_size
         self.maxpool = nn.MaxPool2d(size, size, ceil_mode=True)

@@ -22,7 +22,8 @@ class AttnFPN(FPN):
 
     Raises:
         TypeError: If ``attn_cfg`` has a key that its layer does not take.
-        ValueError: If the layer cannot replace such a convolution.
+        ValueError: If the layer cannot replace such a convolution, or the
+            arguments of the FPN contradict each other.
 
     Example:
         >>> import torch
@@ -38,7 +39,13 @@ class AttnFPN(FPN):
     def __init__(self, *args, attn_cfg: Optional[dict] = None,
                  **kwargs) -> None:
         attn_cfg = resolve_attn_cfg(attn_cfg, self.attn_type)
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except AssertionError as error:  # mmdet's have no text
+            raise ValueError(
+                'in_channels must be a list, and num_outs, start_level, '
+                'end_level and add_extra_convs fit its length (see mmdet\'s '
+                f'FPN), got {args or ""}{kwargs}') from error
         self.attn_cfg = attn_cfg
         for fpn_conv in self.fpn_convs:
             swap_conv(fpn_conv, 'conv', attn_cfg)

@@ -1,6 +1,6 @@
 """Replace the convolutions of a built host by attention."""
 import inspect
-from typing import Optional
+from typing import Optional, Set
 
 from mmcv.cnn import build_conv_layer
 from mmengine.registry import MODELS
@@ -35,6 +35,13 @@ def resolve_attn_cfg(attn_cfg: Optional[dict], default_type: str) -> dict:
     if layer is None:
         raise ValueError("attn_cfg['type'] must be a registered layer such as "
                          f"'SASA' or 'ACmix', got {attn_cfg['type']!r}")
+    # a plain convolution would replace nothing
+    if issubclass(layer, nn.Conv2d) or not {
+            'kernel_size', 'stride', 'padding'
+    } <= inspect.signature(layer).parameters.keys() | _any_keyword(layer):
+        raise ValueError(
+            "attn_cfg['type'] must be an attention layer that takes the "
+            f'arguments of nn.Conv2d, got {layer.__name__}')
     parameters = inspect.signature(layer).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return attn_cfg
@@ -45,6 +52,13 @@ def resolve_attn_cfg(attn_cfg: Optional[dict], default_type: str) -> dict:
                 f'attn_cfg must hold only arguments of {layer.__name__} '
                 f'({", ".join(accepted)}), got {key!r}')
     return attn_cfg
+
+
+def _any_keyword(layer: type) -> Set[str]:
+    """The names that count as taken by ``**kwargs``."""
+    kinds = {p.kind for p in inspect.signature(layer).parameters.values()}
+    return {'kernel_size', 'stride', 'padding'
+            } if inspect.Parameter.VAR_KEYWORD in kinds else set()
 
 
 def swap_conv(parent: nn.Module, name: str, attn_cfg: dict) -> None:

@@ -23,9 +23,21 @@ def check_positive_int(name: str, value: int) -> int:
     return number
 
 
+# larger ones serve no image and overflow the index arithmetic of kernels
+MAX_STEP = 2**16
+
+
+def check_step(name: str, value: int) -> int:
+    """Return ``value`` as an int; raise unless it is from 1 to MAX_STEP."""
+    number = check_positive_int(name, value)
+    if number > MAX_STEP:
+        raise ValueError(f'{name} must be at most {MAX_STEP}, got {value}')
+    return number
+
+
 def check_attn_kernel_size(value: int) -> int:
     """Return ``value`` as an int; raise unless it is positive and odd."""
-    number = check_positive_int('attn_kernel_size', value)
+    number = check_step('attn_kernel_size', value)
     if number % 2 == 0:
         raise ValueError(
             'attn_kernel_size must be odd, so that a neighborhood has a '

@@ -1,17 +1,19 @@
 """The public operation: argument checks, choice of backend, custom op."""
 import contextlib
 import math
-from typing import Iterator, List, Optional
+from numbers import Real
+from typing import Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import cpu_backend, export, reference, torch_backend, triton_backend
-from .checks import (check_attn_kernel_size, check_choice,
-                     check_positive_int)
+from .checks import check_attn_kernel_size, check_choice, check_step
 
 PADDING_MODES = ('mask', 'zeros', 'reflect')
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ('auto', 'reference', 'torch', 'cpu', 'triton')
 
 MODULES = dict(
@@ -93,22 +95,34 @@ def local_attention(query: Tensor,
     """
     _check_tensors(query, key, value, rel_pos_h, rel_pos_w)
     attn_kernel_size = check_attn_kernel_size(attn_kernel_size)
-    stride = check_positive_int('stride', stride)
-    dilation = check_positive_int('dilation', dilation)
+    stride = check_step('stride', stride)
+    dilation = check_step('dilation', dilation)
     _check_rel_pos(query, key, rel_pos_h, rel_pos_w, attn_kernel_size)
-    if not math.isfinite(scale):
+    if isinstance(scale, (bool, Tensor)) or not isinstance(scale, Real):
+        raise TypeError('scale must be a number (multiply the query for a '
+                        f'learned one), got {scale!r}')
+    if not abs(scale) < math.inf:
         raise ValueError(f'scale must be a finite number, got {scale}')
     check_choice('padding_mode', padding_mode, PADDING_MODES)
     backend = _pick_backend(backend, query)
 
     args = (query, key, value, rel_pos_h, rel_pos_w, attn_kernel_size,
             float(scale), stride, dilation, padding_mode)
+    if (torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
+            or _any_dual(args[:5])):
+        # standard operators only, which an exported graph can hold and which
+        # PyTorch can differentiate in forward mode
+        return export.local_attention(*args)
     if backend == 'reference':
         return reference.local_attention(*args)
-    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
-        # standard operators only, which the exported graph can hold
-        return export.local_attention(*args)
     return _local_attention_op(*args, backend)
+
+
+def _any_dual(tensors: Sequence[Optional[Tensor]]) -> bool:
+    """Whether forward-mode differentiation is going on."""
+    return not torch.compiler.is_compiling() and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None
+        for x in tensors)
 
 
 def _check_tensors(query, key, value, rel_pos_h, rel_pos_w) -> None:
@@ -118,8 +132,10 @@ def _check_tensors(query, key, value, rel_pos_h, rel_pos_w) -> None:
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f'{name} must be a Tensor, got {type(x).__name__}')
-        if not x.is_floating_point():
-            raise TypeError(f'{name} must be of a floating type, got {x.dtype}')
+        if x.dtype not in _DTYPES or x.layout is not torch.strided:
+            raise TypeError(
+                f'{name} must be a dense tensor of type '
+                f'{", ".join(map(str, _DTYPES))}, got {x.dtype}, {x.layout}')
         if x.dtype != query.dtype:
             raise TypeError(f'{name} must have the dtype of query '
                             f'({query.dtype}), got {x.dtype}')

@@ -1,6 +1,8 @@
 import hashlib
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -327,3 +329,24 @@ def test_tool_reports_a_bad_argument_without_a_traceback(
     with pytest.raises(SystemExit, match='2'):
         run_tool(monkeypatch, tmp_path / 'digits', '--image-size', 8)
     assert 'image_size=8' in capsys.readouterr().err
+
+
+def test_link_to_another_disk_stays_a_link(tmp_path):
+    (tmp_path / 'disk').mkdir()
+    link = tmp_path / 'digits'
+    link.symlink_to(tmp_path / 'disk', target_is_directory=True)
+    assert make_digits(str(link), num_train=2, num_val=1)
+    assert link.is_symlink() and (tmp_path / 'disk/meta.json').is_file()
+    assert make_digits(str(link), num_train=3, num_val=1, force=True)
+    assert link.is_symlink()
+
+
+def test_remains_of_a_killed_process_are_removed(tmp_path):
+    process = subprocess.Popen(['sleep', '0'])
+    process.wait()
+    dead = tmp_path / f'digits.partial-{process.pid}'
+    alive = tmp_path / f'digits.partial-{os.getppid()}'
+    for path in (dead, alive):
+        path.mkdir()
+    make_digits(str(tmp_path / 'digits'), num_train=1, num_val=1)
+    assert not dead.exists() and alive.exists()

@@ -237,6 +237,10 @@ def test_bad_stem_arguments_are_refused(change, message):
         build_stem(**change)
 
 
+def test_stem_accepts_an_empty_batch():
+    assert SASAStem2d(3, 8)(torch.rand(0, 3, 9, 7)).shape == (0, 8, 9, 7)
+
+
 def test_stem_names_a_wrong_input():
     with pytest.raises(ValueError, match=r'\(B, 3, H, W\), got \(1, 4, 8, 8'):
         build_stem()(rand(1, 4, 8, 8))

@@ -185,6 +185,14 @@ def test_arguments_of_fpn_are_accepted(neck, arguments, outputs):
                if isinstance(m, nn.Conv2d))
 
 
+@pytest.mark.parametrize('arguments', [
+    dict(num_outs=3), dict(num_outs=5, add_extra_convs='bogus'),
+    dict(num_outs=2, start_level=1, end_level=3)], ids=str)
+def test_neck_names_arguments_that_contradict_each_other(arguments):
+    with pytest.raises(ValueError, match='num_outs.*got .*8, 16, 32, 64'):
+        SASAFPN(in_channels=[8, 16, 32, 64], out_channels=16, **arguments)
+
+
 def test_neck_names_the_number_of_maps():
     backbone = SASAResNet(26, base_channels=16, out_indices=(1, 2, 3))
     neck = SASAFPN(in_channels=[64, 128, 256, 512], out_channels=16,

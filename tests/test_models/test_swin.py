@@ -1,6 +1,6 @@
 """The Swin Transformer with ACmix: released weights, any size, in detectors."""
-import re
 import json
+import re
 from pathlib import Path
 
 import numpy as np

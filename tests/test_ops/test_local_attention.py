@@ -426,7 +426,7 @@ def test_compiled_function_matches_eager():
     (dict(value=torch.rand(2, 2, 4, 6, 7).half()), TypeError,
      'value must have the dtype of query .*, got torch.float16'),
     (dict(query=torch.ones(2, 2, 4, 6, 7, dtype=torch.long)), TypeError,
-     'query must be of a floating type, got torch.int64'),
+     'query must be a dense tensor of type .*got torch.int64'),
     (dict(key=torch.rand(2, 2, 4, 6, 7, device='meta')), ValueError,
      'key must be on the device of query .*, got meta'),
     (dict(rel_pos_h=None), ValueError,
@@ -442,6 +442,12 @@ def test_compiled_function_matches_eager():
     (dict(attn_kernel_size=3.), TypeError,
      'attn_kernel_size must be an int, got 3.0'),
     (dict(stride=0), ValueError, 'stride must be positive, got 0'),
+    (dict(stride=2**62), ValueError, 'stride must be at most 65536, got 46'),
+    (dict(dilation=2**61), ValueError, 'dilation must be at most 65536'),
+    (dict(attn_kernel_size=2**61 + 1), ValueError,
+     'attn_kernel_size must be at most 65536'),
+    (dict(scale='1'), TypeError, "scale must be a number.*got '1'"),
+    (dict(scale=torch.tensor(0.5)), TypeError, 'scale must be a number'),
     (dict(dilation=True), TypeError, 'dilation must be an int, got True'),
     (dict(scale=float('nan')), ValueError,
      'scale must be a finite number, got nan'),
@@ -456,6 +462,29 @@ def test_bad_arguments_are_named_with_their_value(change, error, message):
     arguments.update(change)
     with pytest.raises(error, match=message):
         local_attention(**arguments)
+
+
+@pytest.mark.parametrize('tensor', [
+    torch.zeros(1, 1, 2, 3, 3, dtype=torch.float8_e4m3fn),
+    torch.zeros(1, 1, 2, 3, 3).to_sparse()], ids=['float8', 'sparse'])
+def test_types_that_no_backend_knows_are_refused(tensor):
+    with pytest.raises(TypeError, match='query must be a dense tensor of'):
+        local_attention(tensor, tensor, tensor, 3)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_forward_mode_differentiation_matches_reverse_mode(backend):
+    q, k, v = torch.randn(3, 1, 2, 4, 5, 6, dtype=torch.float64)
+    direction, weight = torch.randn_like(q), torch.randn_like(q)
+
+    def function(x):
+        return local_attention(x, k, v, 3, backend=backend)
+
+    _, tangent = torch.func.jvp(function, (q, ), (direction, ))
+    q.requires_grad_()
+    grad, = torch.autograd.grad(function(q), q, weight)
+    torch.testing.assert_close((tangent * weight).sum(),
+                               (grad * direction).sum())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device')
