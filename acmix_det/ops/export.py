@@ -4,11 +4,34 @@ Same function as the other backends, without their tiles and in-place sums;
 no size of the map is ever a constant, so that one exported graph serves every
 height, width and batch.
 """
+import importlib
 from typing import List, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+MIN_OPSET = 13
+# where PyTorch keeps what the tracing exporter was called with
+_EXPORTER_GLOBALS = ('torch.onnx._internal.torchscript_exporter._globals',
+                     'torch.onnx._globals')
+
+
+def _check_opset() -> None:
+    """Refuse an opset in which the operators do not exist."""
+    if not (torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()):
+        return
+    for name in _EXPORTER_GLOBALS:
+        try:
+            settings = importlib.import_module(name).GLOBALS
+        except (ImportError, AttributeError):
+            continue
+        opset = getattr(settings, 'export_onnx_opset_version', MIN_OPSET)
+        if opset < MIN_OPSET:
+            raise ValueError(f'opset_version must be at least {MIN_OPSET} for '
+                             f'local attention, got {opset}')
+        return
 
 
 def _bounced(size: int, reach: int, device: torch.device) -> Tensor:
@@ -27,6 +50,7 @@ def local_attention(query: Tensor, key: Optional[Tensor], value: Tensor,
                     attn_kernel_size: int, scale: float, stride: int,
                     dilation: int, padding_mode: str) -> Tensor:
     """See :func:`acmix_det.ops.local_attention`; arguments are checked."""
+    _check_opset()
     kernel, reach = attn_kernel_size, dilation * (attn_kernel_size // 2)
     h, w = query.shape[-2:]
     compute = torch.promote_types(query.dtype, torch.float32)
