@@ -19,5 +19,5 @@ install: $(INSTALLED)
 
 $(INSTALLED): setup.py pyproject.toml $(wildcard requirements/*.txt acmix_det/ops/csrc/*)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -e '.[lite,digits,test]'
+	$(VENV)/bin/python -m pip install -e '.[lite,digits,pretrain,test]'
 	touch $@

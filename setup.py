@@ -85,7 +85,7 @@ def copy(source, target):
         shutil.copy2(source, target)
 
 
-EXTRAS = {name: read_requirements(name) for name in ('lite', 'digits', 'test')}
+EXTRAS = {name: read_requirements(name) for name in ('lite', 'digits', 'pretrain', 'test')}
 
 setup(
     name='acmix_det',

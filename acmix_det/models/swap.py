@@ -1,6 +1,6 @@
 """Replace the convolutions of a built host by attention."""
 import inspect
-from typing import Optional, Set
+from typing import Optional
 
 from mmcv.cnn import build_conv_layer
 from mmengine.registry import MODELS
@@ -35,10 +35,9 @@ def resolve_attn_cfg(attn_cfg: Optional[dict], default_type: str) -> dict:
     if layer is None:
         raise ValueError("attn_cfg['type'] must be a registered layer such as "
                          f"'SASA' or 'ACmix', got {attn_cfg['type']!r}")
-    # a plain convolution would replace nothing
-    if issubclass(layer, nn.Conv2d) or not {
-            'kernel_size', 'stride', 'padding'
-    } <= inspect.signature(layer).parameters.keys() | _any_keyword(layer):
+    # a plain convolution would replace nothing; a class may be a host's own
+    if issubclass(layer, nn.Conv2d) or not (inspect.isclass(attn_cfg['type'])
+                                            or _takes_conv_arguments(layer)):
         raise ValueError(
             "attn_cfg['type'] must be an attention layer that takes the "
             f'arguments of nn.Conv2d, got {layer.__name__}')
@@ -54,11 +53,10 @@ def resolve_attn_cfg(attn_cfg: Optional[dict], default_type: str) -> dict:
     return attn_cfg
 
 
-def _any_keyword(layer: type) -> Set[str]:
-    """The names that count as taken by ``**kwargs``."""
-    kinds = {p.kind for p in inspect.signature(layer).parameters.values()}
-    return {'kernel_size', 'stride', 'padding'
-            } if inspect.Parameter.VAR_KEYWORD in kinds else set()
+def _takes_conv_arguments(layer: type) -> bool:
+    parameters = inspect.signature(layer).parameters
+    return {'kernel_size', 'stride', 'padding'} <= parameters.keys() or any(
+        p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def swap_conv(parent: nn.Module, name: str, attn_cfg: dict) -> None:

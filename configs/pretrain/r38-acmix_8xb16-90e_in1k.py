@@ -1,0 +1,3 @@
+_base_ = './r50-acmix_8xb16-90e_in1k.py'
+
+model = dict(backbone=dict(depth=38))

@@ -1,0 +1,3 @@
+_base_ = './san15_8xb32-100e_in1k.py'
+
+model = dict(backbone=dict(type='mmdet.ACmixSAN'))
