@@ -156,6 +156,7 @@ def test_exported_form_matches_reference(padding_mode, dtype, h, w, k, stride,
 @pytest.mark.parametrize('name', LAYERS)
 def test_layers_compile_to_one_graph(name):
     layer = LAYERS[name]()
+    torch._dynamo.reset()  # the layers share their forward
     compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')
     for shape in ((2, 8, 16, 16), (1, 8, 5, 3)):
         x = torch.rand(shape, requires_grad=True)

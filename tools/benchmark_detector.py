@@ -28,6 +28,9 @@ VARIANTS = {  # the first one is what the others are compared with
     'SASA backbone': dict(backbone='SASAResNet'),
     'SASA backbone, FPN, head': dict(
         backbone='SASAResNet', neck='SASAFPN', bbox_head='SASARetinaHead'),
+    'SASA everywhere, with_cp': dict(
+        backbone='SASAResNet', neck='SASAFPN', bbox_head='SASARetinaHead',
+        attn_cfg=dict(with_cp=True)),
     'ACmix backbone': dict(backbone='ACmixResNet'),
     'ACmix backbone, FPN': dict(backbone='ACmixResNet', neck='ACmixFPN'),
 }
@@ -90,8 +93,12 @@ def default_configs():
     found = {}
     for name, types in VARIANTS.items():
         found[name] = copy.deepcopy(base)
+        types = dict(types)
+        attn_cfg = types.pop('attn_cfg', None)
         for part, kind in types.items():
             found[name].model[part].type = kind
+            if attn_cfg is not None:
+                found[name].model[part].attn_cfg = dict(attn_cfg)
     return found
 
 

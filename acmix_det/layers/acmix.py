@@ -57,6 +57,9 @@ class ACmix2d(AttentionConv2d):
         padding_mode (str): Border rule of the attention. Defaults to
             'reflect'.
         backend (str): Backend of the attention. Defaults to 'auto'.
+        with_cp (bool): Whether to compute queries, keys and values again in
+            the backward pass instead of keeping them: less memory, more time.
+            Defaults to False.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -85,7 +88,8 @@ class ACmix2d(AttentionConv2d):
                  conv_kernel_size: Optional[int] = None,
                  num_shift_sets: int = 1,
                  padding_mode: str = 'reflect',
-                 backend: str = 'auto') -> None:
+                 backend: str = 'auto',
+                 with_cp: bool = False) -> None:
         super().__init__(
             in_channels,
             out_channels,
@@ -98,7 +102,8 @@ class ACmix2d(AttentionConv2d):
             num_heads=num_heads,
             attn_kernel_size=attn_kernel_size,
             padding_mode=padding_mode,
-            backend=backend)
+            backend=backend,
+            with_cp=with_cp)
         if conv_kernel_size is None:
             conv_kernel_size = self.kernel_size[0]
         if check_positive_int('conv_kernel_size', conv_kernel_size) % 2 == 0:
@@ -177,16 +182,7 @@ class ACmix2d(AttentionConv2d):
         self.beta.fill_(1.)
         return fit.error
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer.
-
-        Args:
-            x (Tensor): (B, in_channels, H, W).
-
-        Returns:
-            Tensor: (B, out_channels, ceil(H / stride), ceil(W / stride)).
-        """
-        self._check_input(x)
+    def _forward(self, x: Tensor) -> Tensor:
         heads = (3, self.num_heads, self.head_dim)
         # project into the channel order [D, 3, N]: a group of the convolution
         # path is then contiguous, and attention reads any strides

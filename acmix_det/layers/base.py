@@ -4,6 +4,7 @@ from typing import Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
+from torch.utils.checkpoint import checkpoint
 
 from acmix_det.ops.checks import (check_attn_kernel_size, check_choice,
                                   check_positive_int)
@@ -40,6 +41,8 @@ class AttentionConv2d(nn.Module):
         padding_mode (str): Border rule of the attention, see
             :func:`acmix_det.ops.local_attention`.
         backend (str): Backend of the attention, see there.
+        with_cp (bool): Whether to compute queries, keys and values again in
+            the backward pass instead of keeping them.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -50,7 +53,7 @@ class AttentionConv2d(nn.Module):
                  kernel_size: IntOrPair, stride: IntOrPair,
                  padding: IntOrPair, dilation: IntOrPair, groups: int,
                  bias: bool, *, num_heads: int, attn_kernel_size: int,
-                 padding_mode: str, backend: str) -> None:
+                 padding_mode: str, backend: str, with_cp: bool) -> None:
         super().__init__()
         self.in_channels = check_positive_int('in_channels', in_channels)
         self.out_channels = check_positive_int('out_channels', out_channels)
@@ -93,10 +96,29 @@ class AttentionConv2d(nn.Module):
         self.padding_mode = padding_mode
         check_choice('backend', backend, BACKENDS)
         self.backend = backend
+        self.with_cp = with_cp
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_channels))
         else:
             self.register_parameter('bias', None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x (Tensor): (B, in_channels, H, W).
+
+        Returns:
+            Tensor: (B, out_channels, ceil(H / stride), ceil(W / stride)).
+        """
+        self._check_input(x)
+        if self.with_cp and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, use_reentrant=False,
+                              preserve_rng_state=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError(f'{type(self).__name__}._forward')
 
     def init_weights(self) -> None:
         """Set every parameter to its start value.
@@ -152,6 +174,8 @@ class AttentionConv2d(nn.Module):
             text += ', bias=False'
         if self.backend != 'auto':
             text += f', backend={self.backend!r}'
+        if self.with_cp:
+            text += ', with_cp=True'
         return text
 
 

@@ -53,6 +53,9 @@ class StandAloneSelfAttention2d(AttentionConv2d):
             is Kaiming's. Defaults to None.
         padding_mode (str): Border rule. Defaults to 'mask'.
         backend (str): Backend of the attention. Defaults to 'auto'.
+        with_cp (bool): Whether to compute queries, keys and values again in
+            the backward pass instead of keeping them: less memory, more time.
+            Defaults to False.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -82,7 +85,8 @@ class StandAloneSelfAttention2d(AttentionConv2d):
                  use_key: bool = True,
                  value_init_std: Optional[float] = None,
                  padding_mode: str = 'mask',
-                 backend: str = 'auto') -> None:
+                 backend: str = 'auto',
+                 with_cp: bool = False) -> None:
         super().__init__(
             in_channels,
             out_channels,
@@ -95,7 +99,8 @@ class StandAloneSelfAttention2d(AttentionConv2d):
             num_heads=num_heads,
             attn_kernel_size=attn_kernel_size,
             padding_mode=padding_mode,
-            backend=backend)
+            backend=backend,
+            with_cp=with_cp)
         check_choice('position', position, POSITIONS)
         if not use_key and position != 'relative':
             raise ValueError('use_key must be True unless position is '
@@ -175,16 +180,7 @@ class StandAloneSelfAttention2d(AttentionConv2d):
                 logits[:, None] / embedding.shape[1])
         return fit.error
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer.
-
-        Args:
-            x (Tensor): (B, in_channels, H, W).
-
-        Returns:
-            Tensor: (B, out_channels, ceil(H / stride), ceil(W / stride)).
-        """
-        self._check_input(x)
+    def _forward(self, x: Tensor) -> Tensor:
         if self.position == 'absolute':
             x = x + sinusoidal_position(x)
         proj = F.conv2d(x, self.in_proj_weight[:, :, None, None])

@@ -165,7 +165,8 @@ def test_f04_whole_detector_converts_for_validation(name, dtype):
         (ACmix2d, {}), (ACmix2d, dict(conv_kernel_size=5)),
         (StandAloneSelfAttention2d, {}),
         (StandAloneSelfAttention2d, dict(position='absolute')))),
-    lambda: SASAStem2d(64, 64)], ids=['acmix', 'acmix-k5', 'sasa', 'absolute', 'stem'])
+    lambda: SASAStem2d(64, 64)
+], ids=['acmix', 'acmix-k5', 'sasa', 'absolute', 'stem'])
 def test_f05_everything_moves_with_the_module(make):
     layer = make()
     keys = set(layer.state_dict())

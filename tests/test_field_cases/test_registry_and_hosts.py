@@ -22,7 +22,7 @@ from acmix_det.evaluation import build_detector
 from acmix_det.evaluation.inference import detect, load_detector
 from acmix_det.layers import ACmix2d, AttentionConv2d
 from acmix_det.models import ACmixFPN, ACmixResNet, SASAFPN, SASAResNet
-from tests.test_configs import CONFIGS, ROOT, load, meta_detector
+from tests.test_configs import CONFIGS, ROOT, load
 from tests.test_models.test_detectors import batch
 
 ALL = (True, True, True, True)

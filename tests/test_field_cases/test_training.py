@@ -432,7 +432,8 @@ NUMPY_1 = {'float_', 'complex_', 'string_', 'unicode_', 'Inf', 'Infinity',
            'find_common_type', 'issubclass_', 'obj2sctype', 'bool', 'int',
            'float', 'complex', 'object', 'str', 'msort', 'round_'}
 NUMPY_2 = {'astype', 'concat', 'permute_dims', 'matrix_transpose', 'isdtype',
-           'unstack', 'vecdot', 'matvec', 'vecmat', 'bitwise_count', 'trapezoid',
+           'unstack', 'vecdot', 'matvec', 'vecmat', 'bitwise_count',
+           'trapezoid',
            'cumulative_sum', 'cumulative_prod', 'unique_values', 'pow', 'acos',
            'asin', 'atan', 'atan2', 'long', 'ulong'}
 

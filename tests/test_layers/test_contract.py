@@ -274,3 +274,30 @@ def test_repr_shows_what_differs_from_the_defaults(layer):
     for part in ('16, 32', 'kernel_size=(3, 3)', 'num_heads=4',
                  'dilation=(2, 2)', 'bias=False', "backend='torch'"):
         assert part in text
+
+
+@pytest.mark.parametrize('key', ['SASA', 'ACmix'])
+def test_checkpointing_keeps_less_and_changes_no_gradient(key):
+    x = torch.randn(2, 16, 9, 7, dtype=torch.float64)
+    results = []
+    for with_cp in (False, True):
+        torch.manual_seed(0)
+        layer = build_conv_layer(dict(type=key, with_cp=with_cp), 16, 16, 3,
+                                 padding=1).double()
+        kept = []
+
+        def keep(tensor):
+            kept.append(tensor.numel())
+            return tensor
+
+        x.grad, x.requires_grad = None, True
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = layer(x)
+        out.square().sum().backward()
+        grads = {k: p.grad for k, p in layer.named_parameters()}
+        results.append((out, x.grad, grads, sum(kept)))
+    plain, checked = results
+    for actual, expected in zip(checked[:3], plain[:3]):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert checked[3] < plain[3] / 2
+    assert ', with_cp=True' in repr(layer)

@@ -284,7 +284,7 @@ def test_default_detectors_differ_in_their_layers_alone(tool, monkeypatch):
         found = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
         assert all(m.training for m in found)
         norms.append([m.num_features for m in found])
-    assert norms == [norms[0]] * 5 and len(norms[0]) == 53
+    assert norms == [norms[0]] * 6 and len(norms[0]) == 53
 
 
 def test_training_step_returns_every_gradient_and_leaves_none(tool):
