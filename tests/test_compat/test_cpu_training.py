@@ -32,7 +32,8 @@ def torchrun(*args, processes=2):
 @pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one():
     out = torchrun(Path(__file__).with_name('distributed_gradients.py'))
-    for name in ('plain', 'checkpointing', 'frozen stage'):
+    for name in ('plain', 'checkpointing', 'frozen stage', 'swin', 'pvt',
+                 'san'):
         assert out.count(f'{name}: equal') == 2, out
 
 
