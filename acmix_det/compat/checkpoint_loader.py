@@ -57,6 +57,7 @@ def load_from_local(filename, map_location=None):
     Raises:
         FileNotFoundError: There is no such file.
         pickle.UnpicklingError: The file names a class or function that is not allowed.
+        RuntimeError: The file is broken.
     """
     filename = osp.expanduser(filename)
     if not osp.isfile(filename):
@@ -67,6 +68,10 @@ def load_from_local(filename, map_location=None):
             return torch.load(filename, map_location=map_location)
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(_explain(filename, str(error))) from error
+        except (RuntimeError, EOFError, OSError) as error:
+            raise RuntimeError(
+                f'checkpoint {filename} cannot be read; it was perhaps cut off while it was written. Resume from an '
+                f'earlier one of its folder (--resume CHECKPOINT). torch says: {error}') from error
 
 
 def _explain(filename, error):

@@ -3,6 +3,7 @@
 mmengine 0.10.7 selects a CUDA device in every process of `--launcher pytorch`, wraps the model with the number
 of that device, and refuses mixed precision on CPUs.
 """
+import atexit
 import functools
 from contextlib import contextmanager
 
@@ -32,6 +33,12 @@ class CPUAmpOptimWrapper(OptimWrapper):
             yield
 
 
+def leave_process_group():
+    """End gloo's threads, which otherwise abort a process that ends before them."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def enable_cpu_training():
     """Let mmengine's PyTorch launcher and data-parallel wrapper work on CPUs."""
     if hasattr(dist_utils._init_dist_pytorch, '__wrapped__'):
@@ -45,6 +52,7 @@ def enable_cpu_training():
         if backend != 'gloo':
             print_log(f'No GPU was found: dist_cfg.backend={backend!r} gives way to gloo', logger='current')
         torch.distributed.init_process_group(backend='gloo', **kwargs)
+        atexit.register(leave_process_group)
 
     dist_utils._init_dist_pytorch = init_dist_pytorch
     init_ddp = MMDistributedDataParallel.__init__

@@ -274,6 +274,7 @@ def test_default_detectors_differ_in_their_layers_alone(tool, monkeypatch):
         ('ResNet', 'FPN', 'RetinaHead'),
         ('SASAResNet', 'FPN', 'RetinaHead'),
         ('SASAResNet', 'SASAFPN', 'SASARetinaHead'),
+        ('SASAResNet', 'SASAFPN', 'SASARetinaHead'),
         ('ACmixResNet', 'FPN', 'RetinaHead'),
         ('ACmixResNet', 'ACmixFPN', 'RetinaHead'),
     ]

@@ -1,0 +1,83 @@
+"""A training that is killed, and a checkpoint that is cut off."""
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from acmix_det.compat.checkpoint_loader import load_from_local
+from acmix_det.datasets import make_digits
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('interrupted')
+    make_digits(str(folder / 'digits'), num_train=24, num_val=4,
+                image_size=96)
+    base = ROOT / 'configs/digits/retinanet_r18-acmix_fpn-acmix_digits.py'
+    data = dict(data_root=f'{folder}/digits/')
+    path = folder / 'config.py'
+    path.write_text(
+        f'_base_ = {str(base)!r}\n'
+        f'train_dataloader = dict(batch_size=4, dataset={data})\n'
+        f'val_dataloader = dict(dataset={data})\n'
+        'val_evaluator = dict('
+        f"ann_file='{folder}/digits/annotations/val.json')\n"
+        'train_cfg = dict(max_epochs=2)\n'
+        'default_hooks = dict(logger=dict(interval=1))\n')
+    return path
+
+
+def start(config, work_dir, *args):
+    return subprocess.Popen(
+        [sys.executable, 'tools/train.py', config, '--work-dir', work_dir,
+         *args], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''))
+
+
+def finish(process):
+    out = process.communicate()[0]
+    assert process.returncode == 0, out[-4000:]
+    return out
+
+
+@pytest.mark.slow
+def test_killed_training_resumes_to_the_same_weights(config, tmp_path):
+    finish(start(config, tmp_path / 'whole'))
+    process = start(config, tmp_path / 'killed')
+    for line in process.stdout:
+        if 'Epoch(train) [2][3/6]' in line:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+    out = finish(start(config, tmp_path / 'killed', '--resume'))
+    assert 'resumed epoch: 1, iter: 6' in out
+    assert len(re.findall(r'Epoch\(train\) \[2\]', out)) == 6
+    whole, resumed = (
+        load_from_local(str(tmp_path / name / 'epoch_2.pth'))
+        for name in ('whole', 'killed'))
+    for key, value in whole['state_dict'].items():
+        torch.testing.assert_close(resumed['state_dict'][key], value,
+                                   rtol=1e-4, atol=1e-6, msg=key)
+    steps = [
+        {s['step'].item() for s in x['optimizer']['state'].values()}
+        for x in (whole, resumed)
+    ]
+    assert steps == [{12.}, {12.}]
+
+
+@pytest.mark.parametrize('kept', [0, 100, 5000])
+def test_cut_checkpoint_is_named(kept, tmp_path):
+    path = tmp_path / 'epoch_1.pth'
+    torch.save(dict(state_dict=dict(x=torch.rand(5000))), path)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(Exception, match='epoch_1.pth (cannot|was not)'):
+        load_from_local(str(path))
