@@ -282,7 +282,8 @@ def notes_of(entries, groups, size, timed):
         'evaluation (when); - : not known, or no such objects.',
         f'MACs and FLOPs (2 per MAC): one image of {size[0]} x {size[1]}; '
         f'saved: less than {base}; training: time of the training '
-        'iterations, evaluation excluded.'
+        'iterations, evaluation excluded, with whatever else the machine did '
+        '(tools/benchmark_detector.py compares speed).'
     ]
     if any(len(e.runs) > 1 for e in entries):
         notes.append('n runs of one model: mean and sample standard '

@@ -19,6 +19,7 @@ from mmengine.config import Config
 
 import acmix_det  # noqa: F401
 from acmix_det.checkpoints import convert_acmix
+from acmix_det.compat.checkpoint_loader import load_from_local
 from acmix_det.evaluation import build_detector
 
 
@@ -60,12 +61,10 @@ def read(path):
         except (SafetensorError, OSError) as error:
             sys.exit(f'source must be a safetensors file, got {path}: {error}')
     try:
-        return torch.load(path, map_location='cpu', weights_only=True)
+        return load_from_local(str(path), 'cpu')
     except pickle.UnpicklingError as error:
         sys.exit(f'source must hold tensors and plain types only, got {path}: '
-                 f'{str(error).splitlines()[0]}\nIf you trust its origin, '
-                 'load it with torch.load(..., weights_only=False) and save '
-                 'its weights alone.')
+                 f'{error}')
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         sys.exit(f'source must be a PyTorch checkpoint, got {path}: {error}')
 

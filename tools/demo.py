@@ -197,7 +197,7 @@ def main():
         'best mAP: the highest of any epoch, MACs and '
         f'FLOPs (2 per MAC) for one image of {size[0]} x {size[1]}; saved: '
         'less than convolution; training: time of the training iterations, '
-        'evaluation excluded.\n')
+        'evaluation excluded, with whatever else the machine did.\n')
     (args.work_dir / 'results.md').write_text(text)
     (args.work_dir / 'results.json').write_text(
         json.dumps(dict(seed=args.seed, models=as_dict(entries)), indent=2))

@@ -31,7 +31,8 @@ def parse_args():
     parser.add_argument('configs', nargs='*', help='config files')
     parser.add_argument('--shape', type=int, nargs='+', default=[800, 1344],
                         metavar=('HEIGHT', 'WIDTH'),
-                        help='image size in pixels; one number for a square')
+                        help='image size in pixels; one number for a square '
+                        '(default: 800 1344)')
     parser.add_argument('--baseline', help='config that the others are '
                         'compared with (default: the first one)')
     parser.add_argument('--convention', choices=CONVENTIONS,
@@ -44,8 +45,12 @@ def parse_args():
                         default='md', help='default: %(default)s')
     parser.add_argument('--papers', action='store_true',
                         help='compare with the published figures instead; '
-                        'exit status 1 if one is not reproduced')
+                        'exit status 1 if one is not reproduced (rows with a '
+                        'note, which says why, are excepted)')
     args = parser.parse_args()
+    if args.papers and args.configs:
+        parser.error('configs must be left out with --papers, got '
+                     f'{" ".join(args.configs)}')
     if not args.papers and not args.configs:
         parser.error('configs must name at least one file (or use --papers)')
     if len(args.shape) > 2 or min(args.shape) < 1:
