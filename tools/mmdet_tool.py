@@ -1,7 +1,7 @@
 """Run any other script of mmdet after `import acmix_det`.
 
 Example:
-    python tools/mmdet_tool.py browse_dataset CONFIG --output-dir pictures --not-show
+    python tools/mmdet_tool.py analysis_tools/browse_dataset CONFIG --output-dir pictures --not-show
 """
 import sys
 
