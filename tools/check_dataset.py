@@ -30,6 +30,9 @@ def parse_args():
     parser.add_argument('--img-root', help='folder of its images')
     parser.add_argument('--no-images', action='store_true',
                         help='leave the image files alone')
+    parser.add_argument('--decode', action='store_true',
+                        help='load every image whole, which finds files that '
+                        'were cut off, instead of its header alone')
     parser.add_argument('--json', metavar='FILE',
                         help='write the report as JSON as well')
     args = parser.parse_args()
@@ -43,6 +46,8 @@ def parse_args():
     if args.ann_file and args.img_root is None and not args.no_images:
         parser.error('--img-root must be given with --ann-file, unless '
                      '--no-images is')
+    if args.decode and args.no_images:
+        parser.error('--decode must not be given with --no-images')
     if args.img_root is not None and not Path(args.img_root).is_dir():
         parser.error(f'--img-root must be a folder, got {args.img_root}')
     return args
@@ -69,7 +74,8 @@ def check_config(args):
         checked[key] = len(reports)
         root = None if args.no_images else split.img_root
         reports.append(
-            [split.name, check_coco(split.ann_file, root, classes, True)])
+            [split.name, check_coco(split.ann_file, root, classes, True,
+                                    args.decode)])
     return problem, reports
 
 
@@ -100,7 +106,8 @@ def main():
             sys.exit(f'check_dataset.py: error: {error}')
     else:
         root = None if args.no_images else args.img_root
-        reports = [['', check_coco(args.ann_file, root, progress=True)]]
+        reports = [['', check_coco(args.ann_file, root, progress=True,
+                                    decode=args.decode)]]
 
     if problem:
         print(f'error: {problem}')

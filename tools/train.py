@@ -1,6 +1,6 @@
 """Train a detector: mmdet's train.py, with all of its arguments, after `import acmix_det`.
 
-Classes that do not fit, which mmdet would train with, stop it first.
+Classes that do not fit, which mmdet would train with, stop it first. A full disk and broken data end it with a message.
 """
 import argparse
 import os
@@ -8,6 +8,7 @@ import sys
 
 from mmengine.config import Config, DictAction
 
+from acmix_det.compat.faults import end_with_message
 from acmix_det.compat.mmdet_tools import run_mmdet_tool
 from acmix_det.datasets import check_classes
 
@@ -30,4 +31,5 @@ def check_config(args):
 
 if __name__ == '__main__':
     check_config(sys.argv[1:])
-    run_mmdet_tool('train', sys.argv[1:])
+    with end_with_message():
+        run_mmdet_tool('train', sys.argv[1:])

@@ -8,6 +8,7 @@ def install():
     The imports are local because these modules need the packages that `check_dependencies` checks.
     """
     from .checkpoint_loader import register_local_loader
+    from .checkpoint_saver import enable_safe_saving
     from .cpu_training import enable_cpu_training
     from .flop_counter import register_flop_handle
     from .mmcv_ext import provide_mmcv_ext
@@ -15,9 +16,13 @@ def install():
 
     provide_mmcv_ext()
     register_local_loader()
+    enable_safe_saving()
     register_config_package()
     enable_cpu_training()
     register_flop_handle()
+
+    from .coco_dataset import enable_data_checks  # mmdet.datasets needs what provide_mmcv_ext puts in place
+    enable_data_checks()
 
 
 __all__ = ['check_dependencies', 'install']

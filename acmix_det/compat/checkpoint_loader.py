@@ -14,6 +14,8 @@ import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader
 
+from .faults import FaultError
+
 _STATISTICS = ('min', 'max', 'mean', 'current')
 
 # The functions by which numpy rebuilds arrays and scalars, wherever this version keeps them.
@@ -57,7 +59,7 @@ def load_from_local(filename, map_location=None):
     Raises:
         FileNotFoundError: There is no such file.
         pickle.UnpicklingError: The file names a class or function that is not allowed.
-        RuntimeError: The file is broken.
+        FaultError: The file is broken.
     """
     filename = osp.expanduser(filename)
     if not osp.isfile(filename):
@@ -69,7 +71,7 @@ def load_from_local(filename, map_location=None):
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(_explain(filename, str(error))) from error
         except (RuntimeError, EOFError, OSError) as error:
-            raise RuntimeError(
+            raise FaultError(
                 f'checkpoint {filename} cannot be read; it was perhaps cut off while it was written. Resume from an '
                 f'earlier one of its folder (--resume CHECKPOINT). torch says: {error}') from error
 

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Dict, List, Optional, Sequence, Tuple
 
+import cv2
+import mmcv
 from PIL import Image
 from tqdm import tqdm
 
@@ -73,7 +75,8 @@ class Report:
 def check_coco(ann_file: str,
                img_root: Optional[str] = None,
                classes: Optional[Sequence[str]] = None,
-               progress: bool = False) -> Report:
+               progress: bool = False,
+               decode: bool = False) -> Report:
     """Check a COCO annotation file, and the headers of its images.
 
     Args:
@@ -84,6 +87,9 @@ def check_coco(ann_file: str,
             on; None is those of the file. Defaults to None.
         progress (bool): Show a progress bar while headers are read. Defaults
             to False.
+        decode (bool): Load every image whole, as a training does: finds files
+            that were cut off, and takes as long as an epoch of loading.
+            Defaults to False.
 
     Returns:
         Report: What was found.
@@ -125,7 +131,7 @@ def check_coco(ann_file: str,
         _check_names(report, categories, annotations, classes)
     _count_empty(report, images, annotations)
     if img_root is not None:
-        _check_files(report, images, sized, str(img_root), progress)
+        _check_files(report, images, sized, str(img_root), progress, decode)
     return report
 
 
@@ -281,8 +287,9 @@ def _count_empty(report: Report, images: Sequence[dict],
 
 
 def _check_files(report: Report, images: Sequence[dict], sized: dict,
-                 root: str, progress: bool) -> None:
-    for image in tqdm(images, 'headers', unit='image', disable=not progress):
+                 root: str, progress: bool, decode: bool) -> None:
+    what = 'images' if decode else 'headers'
+    for image in tqdm(images, what, unit='image', disable=not progress):
         name = image['file_name']
         inside = osp.normpath(name)
         if osp.isabs(inside) or inside.split(osp.sep)[0] == osp.pardir:
@@ -299,6 +306,9 @@ def _check_files(report: Report, images: Sequence[dict], sized: dict,
             report.add('error', 'image file that cannot be read',
                        f'{osp.join(root, name)}: {error}')
             continue
+        if decode and not _decodes(osp.join(root, name)):
+            report.add('error', 'image file that cannot be decoded',
+                       osp.join(root, name))
         known = sized.get(image['id'])
         if known is not None and tuple(known) != size:
             report.add(
@@ -316,3 +326,13 @@ def _loaded_size(path: str) -> Tuple[int, int]:
                 EXIF_ORIENTATION, 1) >= 5:
             size = size[::-1]
     return size
+
+
+def _decodes(path: str) -> bool:
+    """Whether OpenCV loads the image as mmdet has it loaded."""
+    with open(path, 'rb') as file:
+        content = file.read()
+    try:
+        return mmcv.imfrombytes(content) is not None
+    except cv2.error:
+        return False

@@ -29,7 +29,8 @@ def coco_splits(cfg: Config, names: Sequence[str]) -> List[Split]:
         list[Split]: The data sets, those inside wrappers as well.
 
     Raises:
-        ValueError: If one of them isn't in COCO format, or there is none.
+        ValueError: If one of them isn't in COCO format, its ``metainfo``
+            isn't a dict with ``classes``, or there is none.
     """
     splits = []
     for name in names:
@@ -76,7 +77,11 @@ def _dataset_class(cfg: Config, dataset: dict) -> Optional[type]:
 
 def _classes(cfg: Config, dataset: dict) -> Optional[Sequence[str]]:
     """Classes as the data set takes them: its config's, or its own."""
-    classes = (dataset.get('metainfo') or {}).get('classes')
+    metainfo = dataset.get('metainfo') or {}
+    if not isinstance(metainfo, dict) or 'CLASSES' in metainfo:
+        raise ValueError("metainfo must be a dict with the key 'classes', in "
+                         f'lower case, got {metainfo!r}')
+    classes = metainfo.get('classes')
     if classes is None:
         kind = _dataset_class(cfg, dataset)
         return getattr(kind, 'METAINFO', {}).get('classes')
@@ -109,9 +114,10 @@ def check_classes(cfg: Config) -> None:
         cfg (Config): Config of a detector.
 
     Raises:
-        ValueError: If ``metainfo.classes`` of a data set is not a list or
-            tuple of different names (or the file of such a list), or a head's
-            ``num_classes`` is another number.
+        ValueError: If ``metainfo`` of a data set is not a dict with
+            ``classes``, these are not a list or tuple of different names (or
+            the file of such a list), or a head's ``num_classes`` is another
+            number.
     """
     heads = list(_num_classes(cfg.get('model') or {}))
     for split in ('train', 'val', 'test'):

@@ -142,7 +142,8 @@ def test_functions_in_a_checkpoint_are_refused_by_name(function, tmp_path):
     code = f'touch {tmp_path}/ran' if function is os.system else f"open('{tmp_path}/ran', 'w')"
     message = refused(tmp_path / 'evil.pth', Call(function, code))
     name = 'posix.system' if function is os.system and os.name == 'posix' else function.__name__
-    assert f'it uses {name}, and' in message
+    # torch 2.6 names the module of a built-in function too
+    assert f'it uses {name}, and' in message.replace('builtins.', '')
     assert not (tmp_path / 'ran').exists()
 
 

@@ -1,5 +1,7 @@
 import json
 
+import cv2
+import mmcv
 import pytest
 from mmengine.config import Config
 from PIL import Image
@@ -27,12 +29,12 @@ def content(tmp_path):
 
 @pytest.fixture
 def check(tmp_path, content):
-    def run(classes=None, images=True):
+    def run(classes=None, images=True, decode=False):
         """(level, kind) to (count, examples), without the usual info."""
         path = tmp_path / 'set.json'
         path.write_text(json.dumps(content))
         report = check_coco(str(path), tmp_path / 'images' if images else None,
-                            classes)
+                            classes, decode=decode)
         found = {(f.level, f.kind): (f.count, f.examples)
                  for f in report.findings}
         usual = found.pop(('info', 'image without annotations'))
@@ -167,6 +169,27 @@ def test_unreadable_image_is_not_missing(tmp_path, check):
     assert count == 1 and 'images/1.png: cannot identify' in examples[0]
 
 
+def test_cut_image_is_found_by_decoding_alone(tmp_path, check):
+    path = tmp_path / 'images' / '1.png'
+    path.write_bytes(path.read_bytes()[:60])
+    assert check() == {}
+    assert check(decode=True) == {
+        ('error', 'image file that cannot be decoded'): (1, [str(path)])
+    }
+
+
+def test_image_that_opencv_refuses_is_found_by_decoding(
+        monkeypatch, check):
+
+    def imfrombytes(content):
+        raise cv2.error('too many pixels')
+
+    monkeypatch.setattr(mmcv, 'imfrombytes', imfrombytes)
+    (finding, (count, _)), = check(decode=True).items()
+    assert finding == ('error', 'image file that cannot be decoded')
+    assert count == 3
+
+
 @pytest.mark.parametrize('orientation, fits', [(1, False), (6, True)])
 def test_photograph_is_measured_upright_as_it_is_loaded(
         orientation, fits, tmp_path, content, check):
@@ -294,6 +317,19 @@ def test_sound_classes_pass(classes):
 def test_bad_classes_are_named(cfg, message):
     with pytest.raises(ValueError, match=message):
         check_classes(cfg)
+
+
+@pytest.mark.parametrize('metainfo', [['cat', 'dog'],
+                                      dict(CLASSES=['cat', 'dog'])])
+def test_classes_under_another_name_are_refused(metainfo):
+    cfg = config()
+    cfg.train_dataloader.dataset.dataset.metainfo = metainfo
+    for function in (check_classes, lambda cfg: coco_splits(cfg, ['train'])):
+        with pytest.raises(ValueError) as caught:
+            function(cfg)
+        assert str(caught.value) == (
+            "metainfo must be a dict with the key 'classes', in lower case, "
+            f'got {metainfo!r}')
 
 
 def test_classes_of_validation_count_as_well():

@@ -97,6 +97,19 @@ def test_images_can_be_left_alone(run, write):
     assert code == 1 and 'missing image file' in out.out
 
 
+@pytest.mark.parametrize('args', [
+    ('config.py', ), ('--ann-file', 'data/set.json', '--img-root',
+                      'data/images')], ids=['config', 'file'])
+def test_cut_image_is_found_with_decode(args, run, write):
+    path = Path('data') / 'images' / '0.png'
+    path.write_bytes(path.read_bytes()[:60])
+    assert run(*args)[0] == 0
+    code, out = run(*args, '--decode')
+    assert code == 1
+    assert f'image file that cannot be decoded\n            {path}' in out.out
+    assert 'images: 100%' in out.err
+
+
 @pytest.mark.parametrize('change, message', [
     (("['cat']", "('cat')"), "got the string 'cat'"),
     (('num_classes=1', 'num_classes=3'), 'bbox_head.num_classes=3'),
@@ -118,6 +131,7 @@ def test_classes_of_the_config_are_checked(change, message, run, write):
     (('--ann-file', 'data/set.json'), '--img-root must be given with'),
     (('--ann-file', 'data/set.json', '--img-root', 'no'),
      '--img-root must be a folder, got no'),
+    (('config.py', '--decode', '--no-images'), '--decode must not be given'),
     (('config.py', '--split', 'test'), 'one of test, got none'),
     (('config.py', '--split', 'other'), "invalid choice: 'other'"),
 ])
