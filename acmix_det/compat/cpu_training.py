@@ -14,6 +14,7 @@ from mmengine.logging import print_log
 from mmengine.model import MMDistributedDataParallel
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
+from torch import nn
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -31,6 +32,23 @@ class CPUAmpOptimWrapper(OptimWrapper):
         """Run the forward pass of `model` in autocast."""
         with super().optim_context(model), torch.autocast('cpu', torch.bfloat16):
             yield
+
+
+def refuse_sync_norms(model):
+    """Stop before several processes train, or test, synchronised norms on CPUs; PyTorch has no such kernels.
+
+    Args:
+        model (nn.Module): A model on the CPU that is about to be wrapped.
+
+    Raises:
+        ValueError: It has a SyncBatchNorm.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if names:
+        raise ValueError(
+            "norm_cfg must not be of type 'SyncBN' (nor sync_bn be set) in processes of a launcher without GPUs, got "
+            f"{len(names)} of them ({names[0]}, ...): take 'BN', which has the same weights and the statistics of each "
+            "process alone, or 'GN', or one process without --launcher, where SyncBN becomes BN")
 
 
 def leave_process_group():
@@ -61,6 +79,7 @@ def enable_cpu_training():
     def init_data_parallel(self, module, *args, **kwargs):
         if all(p.device.type == 'cpu' for p in module.parameters()):
             kwargs['device_ids'] = None  # what DDP wants for CPU modules
+            refuse_sync_norms(module)
         init_ddp(self, module, *args, **kwargs)
 
     MMDistributedDataParallel.__init__ = init_data_parallel

@@ -5,13 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine._strategy import FSDPStrategy
 from mmengine.dist import utils as dist_utils
-from mmengine.model import MMDistributedDataParallel
+from mmengine.model import MMDistributedDataParallel, revert_sync_batchnorm
+from mmengine.model.wrappers import MMFullyShardedDataParallel
 from mmengine.registry import OPTIM_WRAPPERS
+from mmengine.runner import FlexibleRunner, checkpoint
 from torch import nn
 
 from acmix_det import compat
 from acmix_det.datasets import make_digits
+from acmix_det.evaluation import build_detector
+from tests.test_compat import distributed_detectors
+from tests.test_compat.distributed_detectors import KINDS, total_loss
+from tests.test_models.test_detectors import batch
 
 ROOT = Path(__file__).parents[2]
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(),
@@ -35,6 +42,48 @@ def test_two_processes_have_the_gradients_of_one():
     for name in ('plain', 'checkpointing', 'frozen stage', 'swin', 'pvt',
                  'san'):
         assert out.count(f'{name}: equal') == 2, out
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_parameter_gets_a_gradient_with_boxes_and_without(kind):
+    model = distributed_detectors.build(kind)
+    frozen = {key for key, p in model.named_parameters()
+              if not p.requires_grad}
+    assert bool(frozen) == kind.endswith('frozen')
+    for boxes in (2, 0):
+        model.zero_grad()
+        total_loss(model, boxes).backward()
+        for key, p in model.named_parameters():
+            assert (p.grad is None) == (key in frozen), (boxes, key)
+
+
+@needs_cpu
+@pytest.mark.slow
+def test_two_processes_need_no_search_for_unused_parameters():
+    out = torchrun(distributed_detectors.__file__)
+    for kind in KINDS:
+        assert out.count(f'{kind}: two steps') == 2, out
+
+
+@needs_cpu
+@pytest.mark.parametrize('wrapper', [MMDistributedDataParallel,
+                                     MMFullyShardedDataParallel])
+def test_synchronised_norms_are_refused_where_torch_has_none(wrapper,
+                                                             monkeypatch):
+    cfg = distributed_detectors.digits(
+        'retinanet_r18-sasa_fpn-sasa', norm_cfg=dict(type='SyncBN'))
+    model = build_detector(cfg)
+    told = r"norm_cfg must not .* 'SyncBN' .* 20 of them \(backbone.bn1, "
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, 'is_initialized', lambda: True)
+        with pytest.raises(ValueError, match=told):
+            wrapper(module=model)
+    # as BN, the way out of the message, it has the same weights
+    cfg.model.backbone.norm_cfg = dict(type='BN')
+    plain = build_detector(cfg)
+    plain.load_state_dict(model.state_dict(), strict=True)
+    compat.cpu_training.refuse_sync_norms(plain)
+    compat.cpu_training.refuse_sync_norms(revert_sync_batchnorm(model))
 
 
 @needs_cpu
@@ -62,10 +111,36 @@ def test_two_processes_train_and_evaluate(tmp_path):
 
 
 def test_installing_twice_wraps_once():
-    before = dist_utils._init_dist_pytorch, MMDistributedDataParallel.__init__
+
+    def wrapped():
+        return (dist_utils._init_dist_pytorch,
+                MMDistributedDataParallel.__init__,
+                MMFullyShardedDataParallel.__init__,
+                FSDPStrategy.build_optim_wrapper,
+                FlexibleRunner.save_checkpoint, checkpoint.load_from_http)
+
+    before = wrapped()
     compat.install()
-    assert before == (dist_utils._init_dist_pytorch,
-                      MMDistributedDataParallel.__init__)
+    assert before == wrapped()
+    assert all(hasattr(x, '__wrapped__') for x in before)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    models = [distributed_detectors.build('acmix') for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    images, samples = batch([(64, 64)] * 4, boxes=2, num_classes=10)
+    for model, parts in zip(models, (1, 2)):
+        wrapper = OPTIM_WRAPPERS.build(
+            dict(type='OptimWrapper', accumulative_counts=parts,
+                 optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
+        size = 4 // parts
+        for start in range(0, 4, size):
+            part = slice(start, start + size)
+            losses = model(images[part], samples[part], mode='loss')
+            wrapper.update_params(sum(sum(x) for x in losses.values()))
+    for (key, a), b in zip(models[0].named_parameters(),
+                           models[1].parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=key)
 
 
 def test_autocast_on_cpus_computes_in_bfloat16_and_updates_in_float32():
