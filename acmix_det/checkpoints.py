@@ -1,6 +1,6 @@
 """Conversion of released ACmix checkpoints to the names of this package."""
 import re
-from typing import Dict, Iterable, Mapping
+from typing import Callable, Dict, Iterable, Mapping
 
 import torch
 from mmdet.models.backbones.swin import swin_converter
@@ -113,11 +113,14 @@ def rename_swin(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         dict[str, Tensor]: The same weights, in the order of mmdet's patch
         merging, without the classifier, the final norm and the buffers.
     """
-    renamed = swin_converter({
-        key: x
-        for key, x in state_dict.items()
-        if not (key.startswith('norm.') or _SWIN_BUFFER.fullmatch(key))
-    })
+    renamed = {}
+    for key, x in state_dict.items():
+        if key.startswith('norm.') or _SWIN_BUFFER.fullmatch(key):
+            continue
+        try:
+            renamed.update(swin_converter({key: x}))
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise _wrong_shape({key: x}) from error
     return {key[len('backbone.'):]: x for key, x in renamed.items()}
 
 
@@ -163,15 +166,35 @@ def _convert_layer(state_dict: Mapping[str, Tensor],
         raise ValueError('state_dict must hold every weight of an ACmix '
                          f'layer, got none for {some_of(missing)}')
     layer = {
-        prefix + ours: reshape(state_dict[prefix + released])
+        prefix + ours: _reshaped(state_dict, prefix + released, reshape)
         for released, (ours, reshape) in _RENAMED.items()
     }
     for kind in ('weight', 'bias'):
-        layer[f'{prefix}in_proj_{kind}'] = torch.cat([
-            state_dict[f'{prefix}{name}.{kind}'].flatten(1) if kind == 'weight'
-            else state_dict[f'{prefix}{name}.{kind}'] for name in _PROJECTIONS
-        ])
+        parts = {
+            key: _reshaped(state_dict, key, lambda x: x.flatten(1)
+                           if kind == 'weight' else x)
+            for key in (f'{prefix}{name}.{kind}' for name in _PROJECTIONS)
+        }
+        try:
+            layer[f'{prefix}in_proj_{kind}'] = torch.cat([*parts.values()])
+        except RuntimeError as error:
+            raise _wrong_shape(parts) from error
     return layer
+
+
+def _reshaped(state_dict: Mapping[str, Tensor], key: str,
+              reshape: Callable[[Tensor], Tensor]) -> Tensor:
+    try:
+        return reshape(state_dict[key])
+    except IndexError as error:
+        raise _wrong_shape({key: state_dict[key]}) from error
+
+
+def _wrong_shape(weights: Mapping[str, Tensor]) -> ValueError:
+    shapes = ', '.join(f'{key} of shape {tuple(x.shape)}'
+                       for key, x in weights.items())
+    return ValueError('state_dict must hold weights of the released shapes, '
+                      f'got {shapes}')
 
 
 def _convert_swin(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
@@ -192,12 +215,16 @@ def _convert_swin(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
     if unknown:
         raise ValueError('state_dict must hold the weights of a released '
                          f'ACmix Swin only, got {some_of(unknown)}')
+    reshaped = dict(state_dict)
+    for prefix in prefixes:
+        for name, (_, reshape) in _RENAMED_SWIN.items():
+            reshaped[prefix + name] = _reshaped(state_dict, prefix + name,
+                                                reshape)
     converted = {}
-    for key, x in rename_swin(state_dict).items():
-        prefix, _, name = key.partition('.attn.w_msa.')
+    for key, x in rename_swin(reshaped).items():
+        block, _, name = key.partition('.attn.w_msa.')
         if name in _RENAMED_SWIN:
-            ours, reshape = _RENAMED_SWIN[name]
-            key, x = f'{prefix}.attn.{ours}', reshape(x)
+            key = f'{block}.attn.{_RENAMED_SWIN[name][0]}'
         converted[key] = x
     return converted
 

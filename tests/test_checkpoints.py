@@ -189,3 +189,22 @@ def test_plain_swin_is_refused():
     with pytest.raises(ValueError, match='must hold a released ACmix layer'):
         convert_acmix({k: x for k, x in released_swin().items()
                        if 'dep_conv' not in k})
+
+
+@pytest.mark.parametrize('key', ['fc.weight', 'conv2.weight', 'conv1.bias'])
+def test_layer_weights_of_another_shape_are_named(key):
+    state = dict(released_layer(), **{key: torch.ones(())})
+    with pytest.raises(ValueError, match=rf'{key} of shape \(\)'):
+        convert_acmix(state)
+
+
+@pytest.mark.parametrize('key', [
+    'layers.0.blocks.0.attn.fc.weight', 'layers.0.downsample.norm.weight',
+    'layers.0.downsample.reduction.weight'])
+@pytest.mark.parametrize('shape', [(), (3, ), (3, 5)], ids=str)
+def test_swin_weights_of_another_shape_are_named_or_kept(key, shape):
+    state = released_swin(**{key: torch.ones(shape)})
+    try:
+        convert_acmix(state)
+    except ValueError as error:
+        assert f'{key} of shape {shape}' in str(error)

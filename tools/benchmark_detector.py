@@ -9,6 +9,7 @@ Example:
 """
 import argparse
 import copy
+import os.path as osp
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def parse_args():
                      f'{args.shape}')
     args.shape = (args.shape[0], args.shape[-1])
     for path in args.configs:
-        if not Path(path).is_file():
+        if not osp.isfile(path):
             parser.error(f'configs must be files, got {path}')
         if args.configs.count(path) > 1:
             parser.error(f'configs must differ, got {path} twice')

@@ -8,6 +8,7 @@ Example:
 """
 import argparse
 import json
+import os.path as osp
 import sys
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def parse_args():
     args = parser.parse_args()
     if (args.config is None) == (args.ann_file is None):
         parser.error('give a config or --ann-file, one of them')
-    if args.config is not None and not Path(args.config).is_file():
+    if args.config is not None and not osp.isfile(args.config):
         parser.error(f'config must be a file, got {args.config}')
     if args.config is not None and args.img_root is not None:
         parser.error('--img-root must be given with --ann-file, not with a '
@@ -48,7 +49,7 @@ def parse_args():
                      '--no-images is')
     if args.decode and args.no_images:
         parser.error('--decode must not be given with --no-images')
-    if args.img_root is not None and not Path(args.img_root).is_dir():
+    if args.img_root is not None and not osp.isdir(args.img_root):
         parser.error(f'--img-root must be a folder, got {args.img_root}')
     return args
 

@@ -12,6 +12,7 @@ Example:
 """
 import argparse
 import json
+import os.path as osp
 import pickle
 import sys
 from collections import Counter
@@ -116,7 +117,7 @@ def check_args(parser, args):
     if args.images < 0 or (args.speed and not args.images):
         parser.error('--images must be positive (0 is possible without '
                      f'--speed), got {args.images}')
-    if args.out and args.out.exists() and not args.out.is_dir():
+    if args.out and osp.exists(args.out) and not osp.isdir(args.out):
         parser.error(f'--out must be a folder, got {args.out}')
 
 

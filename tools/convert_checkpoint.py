@@ -9,6 +9,7 @@ Example:
         --config configs/acmix/retinanet_r50-acmix_fpn_1x_coco.py
 """
 import argparse
+import os.path as osp
 import pickle
 import re
 import sys
@@ -37,11 +38,11 @@ def parse_args():
                         help='replace the target if it exists')
     args = parser.parse_args()
     for name, path in (('source', args.source), ('--config', args.config)):
-        if path is not None and not path.is_file():
+        if path is not None and not osp.isfile(path):
             parser.error(f'{name} must be a file, got {path}')
     if args.target.suffix != '.pth':
         parser.error(f'target must end with .pth, got {args.target}')
-    if args.target.exists() and not args.force:
+    if osp.exists(args.target) and not args.force:
         parser.error(f'target must not exist (or use --force), got '
                      f'{args.target}')
     return args
@@ -65,7 +66,7 @@ def read(path):
     except pickle.UnpicklingError as error:
         sys.exit(f'source must hold tensors and plain types only, got {path}: '
                  f'{error}')
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # the unpickler's, of any kind
         sys.exit(f'source must be a PyTorch checkpoint, got {path}: {error}')
 
 

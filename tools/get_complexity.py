@@ -10,6 +10,7 @@ import argparse
 import csv
 import io
 import json
+import os.path as osp
 import sys
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def parse_args():
         parser.error('--shape must be one or two positive numbers, got '
                      f'{args.shape}')
     for path in [*args.configs, *filter(None, [args.baseline])]:
-        if not Path(path).is_file():
+        if not osp.isfile(path):
             parser.error(f'configs must be files, got {path}')
     return args
 

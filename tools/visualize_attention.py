@@ -9,6 +9,7 @@ Example:
     python tools/visualize_attention.py CONFIG CHECKPOINT --mixing
 """
 import argparse
+import os.path as osp
 import sys
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def parse_args():
     args = parser.parse_args()
     for name in ('config', 'checkpoint', 'image'):
         path = getattr(args, name)
-        if path is not None and not Path(path).is_file():
+        if path is not None and not osp.isfile(path):
             parser.error(f'{name} must be a file, got {path}')
     if (args.position or args.click) and args.image is None:
         parser.error('--image must be given with --position and --click')

@@ -8,6 +8,7 @@ returns these methods and nothing else.
 import os.path as osp
 import pickle
 import re
+import struct
 
 import numpy as np
 import torch
@@ -70,7 +71,8 @@ def load_from_local(filename, map_location=None):
             return torch.load(filename, map_location=map_location)
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(_explain(filename, str(error))) from error
-        except (RuntimeError, EOFError, OSError) as error:
+        # the rest is what bytes that are no checkpoint happen to raise
+        except (RuntimeError, EOFError, OSError, LookupError, ValueError, struct.error) as error:
             raise FaultError(
                 f'checkpoint {filename} cannot be read; it was perhaps cut off while it was written. Resume from an '
                 f'earlier one of its folder (--resume CHECKPOINT). torch says: {error}') from error

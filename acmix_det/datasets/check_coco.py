@@ -144,6 +144,8 @@ def _read(report: Report) -> Optional[dict]:
                    f'line {error.lineno}, column {error.colno}: {error.msg}')
     except UnicodeDecodeError as error:
         report.add('error', 'broken JSON', f'not UTF-8: {error}')
+    except (ValueError, RecursionError) as error:  # of a number or nesting
+        report.add('error', 'broken JSON', str(error))
     except OSError as error:
         report.add('error', 'annotation file cannot be read',
                    error.strerror or str(error))
@@ -201,7 +203,10 @@ def _check_unique(report: Report, entries: Sequence[dict], what: str,
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # integers that a float holds exactly; no size or coordinate is larger
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool)
+        and abs(value) < 2**53)
 
 
 def _check_annotations(report: Report, annotations: Sequence[dict],

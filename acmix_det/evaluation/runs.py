@@ -108,7 +108,7 @@ def class_ap(metrics: Dict[str, float]) -> Dict[str, Optional[float]]:
 
 
 def _known(value: Optional[float]) -> Optional[float]:
-    if value is None or math.isnan(value) or value < 0:
+    if value is None or not 0 <= value < math.inf:
         return None
     return value
 
@@ -169,7 +169,8 @@ def read_run(work_dir: Path, schedule: Schedule) -> Run:
     After a resume there are several logs. A log replaces what earlier ones
     tell of its first epoch (iteration-based: its first logged iteration) and
     of all later ones, so that neither repeated work nor an older training in
-    the same directory counts. Lines that an interruption cut are left out.
+    the same directory counts. Lines that an interruption cut, or that are
+    broken in another way, are left out.
 
     Args:
         work_dir (Path): It need not exist.
@@ -219,7 +220,8 @@ def read_run(work_dir: Path, schedule: Schedule) -> Run:
     # a line tells the mean time of the iterations since the line before it
     seconds, previous = 0., 0
     for step in sorted(iterations):
-        seconds += iterations[step]['time'] * (step - previous)
+        time = _known(iterations[step].get('time')) or 0.
+        seconds += time * (step - previous)
         previous = step
     return Run(work_dir, schedule, checkpoint, done, metrics, seconds)
 
@@ -227,20 +229,34 @@ def read_run(work_dir: Path, schedule: Schedule) -> Run:
 def _last_checkpoint(work_dir: Path) -> Optional[Path]:
     try:
         text = (work_dir / 'last_checkpoint').read_text().strip()
-    except OSError:
+        # the folder may have been moved since
+        path = work_dir / Path(text).name
+        return path if path.is_file() else None
+    except (OSError, ValueError):  # no text, or none that can be a name
         return None
-    # the folder may have been moved since
-    path = work_dir / Path(text).name
-    return path if path.is_file() else None
 
 
 def _read_lines(log: Path) -> List[dict]:
     lines = []
-    for text in log.read_text().splitlines():
+    for text in log.read_text(errors='replace').splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict) and 'step' in line:
-            lines.append(line)
+        if not isinstance(line, dict):
+            continue
+        numbers = {key: x for key, x in line.items() if _is_number(x)}
+        step = numbers.get('step')
+        # a line of the trainer or of the evaluator, as it was written
+        if isinstance(step, int) and step >= 0 and all(
+                key in numbers for key in ('loss', 'time', 'epoch')
+                if key in line):
+            lines.append(numbers)
     return lines
+
+
+def _is_number(value: object) -> bool:
+    # integers that a float holds; what mmengine writes is far smaller
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool)
+        and abs(value) < 2**53)

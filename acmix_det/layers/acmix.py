@@ -7,7 +7,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from acmix_det.ops import local_attention
-from acmix_det.ops.checks import check_positive_int
+from acmix_det.ops.checks import check_conv_kernel_size, check_size
 from .base import AttentionConv2d, IntOrPair
 from .conv_fit import low_rank_groups
 
@@ -106,12 +106,8 @@ class ACmix2d(AttentionConv2d):
             with_cp=with_cp)
         if conv_kernel_size is None:
             conv_kernel_size = self.kernel_size[0]
-        if check_positive_int('conv_kernel_size', conv_kernel_size) % 2 == 0:
-            raise ValueError('conv_kernel_size must be odd, got '
-                             f'{conv_kernel_size}')
-        self.conv_kernel_size = conv_kernel_size
-        self.num_shift_sets = check_positive_int('num_shift_sets',
-                                                 num_shift_sets)
+        self.conv_kernel_size = check_conv_kernel_size(conv_kernel_size)
+        self.num_shift_sets = check_size('num_shift_sets', num_shift_sets)
         taps = conv_kernel_size**2
         # rows: the channels of q, of k and of v
         self.in_proj_weight = nn.Parameter(
@@ -265,7 +261,8 @@ def shift_conv(proj: Tensor,
     taps, maps = fc_weight.shape
     groups = proj.shape[1] // maps
     shift_weight = shift_weight.mean(0)
-    padding = dilation * (shift_weight.shape[-1] // 2)
+    # a pair, which torch 2.6 can trace too
+    padding = (dilation * (shift_weight.shape[-1] // 2), ) * 2
     if maps > taps + 3:
         # with more than 4 heads (kc = 3) two steps are fewer multiply-adds,
         # and the map between them, 9 / N of a layer's output, is small

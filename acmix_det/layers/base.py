@@ -7,7 +7,7 @@ from torch.nn.modules.utils import _pair
 from torch.utils.checkpoint import checkpoint
 
 from acmix_det.ops.checks import (check_attn_kernel_size, check_choice,
-                                  check_positive_int)
+                                  check_size)
 from acmix_det.ops.local_attention import BACKENDS, PADDING_MODES
 
 IntOrPair = Union[int, Tuple[int, int]]
@@ -55,8 +55,8 @@ class AttentionConv2d(nn.Module):
                  bias: bool, *, num_heads: int, attn_kernel_size: int,
                  padding_mode: str, backend: str, with_cp: bool) -> None:
         super().__init__()
-        self.in_channels = check_positive_int('in_channels', in_channels)
-        self.out_channels = check_positive_int('out_channels', out_channels)
+        self.in_channels = check_size('in_channels', in_channels)
+        self.out_channels = check_size('out_channels', out_channels)
         self.kernel_size = _square('kernel_size', kernel_size)
         self.stride = _square('stride', stride)
         self.dilation = _square('dilation', dilation)
@@ -80,7 +80,7 @@ class AttentionConv2d(nn.Module):
         self.transposed = False
         self.output_padding = (0, 0)
 
-        self.num_heads = check_positive_int('num_heads', num_heads)
+        self.num_heads = check_size('num_heads', num_heads)
         if out_channels % num_heads:
             divisors = [
                 n for n in range(1, out_channels + 1) if out_channels % n == 0
@@ -184,4 +184,4 @@ def _square(name: str, value: Union[int, Sequence[int]]) -> Tuple[int, int]:
     if len(pair) != 2 or pair[0] != pair[1]:
         raise ValueError(f'{name} must be the same in both directions, got '
                          f'{value}')
-    return (check_positive_int(name, pair[0]), ) * 2
+    return (check_size(name, pair[0]), ) * 2

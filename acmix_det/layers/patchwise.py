@@ -6,7 +6,9 @@ from mmcv.cnn import build_norm_layer
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from acmix_det.ops.checks import check_attn_kernel_size, check_positive_int
+from acmix_det.ops.checks import (check_attn_kernel_size,
+                                  check_conv_kernel_size, check_size)
+from acmix_det.ops.export import is_exporting
 from acmix_det.ops.torch_backend import (_Geometry, _pad, _shifted, _tiles,
                                          _unpad_grad)
 from .acmix import init_shift_conv_, shift_conv
@@ -50,7 +52,7 @@ def patchwise_aggregation(value: Tensor, weight: Tensor) -> Tensor:
             f'weight must have the shape ({b}, Cw, k * k, {h}, {w}) with an '
             f'odd k and a Cw that divides {c}, got {tuple(weight.shape)}')
     weight = weight.to(value.dtype)
-    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
+    if is_exporting():
         # standard operators only, which the exported graph can hold
         return _aggregate(value, weight)
     return _aggregation_op(value, weight)
@@ -189,11 +191,11 @@ class PatchwiseAttention2d(nn.Module):
                  *,
                  share_planes: int = 8) -> None:
         super().__init__()
-        self.in_channels = check_positive_int('in_channels', in_channels)
-        check_positive_int('rel_channels', rel_channels)
-        self.out_channels = check_positive_int('out_channels', out_channels)
+        self.in_channels = check_size('in_channels', in_channels)
+        check_size('rel_channels', rel_channels)
+        self.out_channels = check_size('out_channels', out_channels)
         self.attn_kernel_size = check_attn_kernel_size(attn_kernel_size)
-        if out_channels % check_positive_int('share_planes', share_planes):
+        if out_channels % check_size('share_planes', share_planes):
             raise ValueError(
                 'share_planes must divide out_channels, got '
                 f'share_planes={share_planes}, out_channels={out_channels}')
@@ -218,7 +220,8 @@ class PatchwiseAttention2d(nn.Module):
         Returns:
             Tensor: (B, out_channels, H, W).
         """
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
+        if (x.dim() != 4 or x.shape[1] != self.in_channels
+                or 0 in x.shape[2:]):
             raise ValueError(
                 f'x must have the shape (B, {self.in_channels}, H, W), got '
                 f'{tuple(x.shape)}')
@@ -300,10 +303,8 @@ class ACmixPatchwiseAttention2d(PatchwiseAttention2d):
             raise ValueError(
                 'rel_channels must divide out_channels, got '
                 f'rel_channels={rel_channels}, out_channels={out_channels}')
-        if check_positive_int('conv_kernel_size', conv_kernel_size) % 2 == 0:
-            raise ValueError('conv_kernel_size must be odd, got '
-                             f'{conv_kernel_size}')
-        check_positive_int('num_shift_sets', num_shift_sets)
+        check_conv_kernel_size(conv_kernel_size)
+        check_size('num_shift_sets', num_shift_sets)
         taps = conv_kernel_size**2
         maps = out_channels // rel_channels + 2
         self.fc_weight = nn.Parameter(torch.empty(taps, maps))
@@ -326,9 +327,12 @@ class ACmixPatchwiseAttention2d(PatchwiseAttention2d):
 
 def build_norm(norm_cfg: dict, channels: int) -> nn.Module:
     """Build a norm; the error of one that does not fit names the config."""
+    if not isinstance(norm_cfg, dict) or 'type' not in norm_cfg:
+        raise TypeError("norm_cfg must be a dict with a type such as 'BN', "
+                        f'got {norm_cfg!r}')
     try:
         return build_norm_layer(norm_cfg, channels)[1]
-    except ValueError as error:
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f'norm_cfg must fit {channels} channels, as BN and SyncBN do, got '
             f'{norm_cfg}: {error}') from error

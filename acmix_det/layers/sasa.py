@@ -8,7 +8,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from acmix_det.ops import local_attention
-from acmix_det.ops.checks import check_choice
+from acmix_det.ops.checks import check_choice, check_finite
 from .base import AttentionConv2d, IntOrPair
 from .conv_fit import padded_log, separable_fit
 
@@ -102,12 +102,15 @@ class StandAloneSelfAttention2d(AttentionConv2d):
             backend=backend,
             with_cp=with_cp)
         check_choice('position', position, POSITIONS)
+        if not isinstance(use_key, bool):
+            raise TypeError(f'use_key must be a bool, got {use_key!r}')
         if not use_key and position != 'relative':
-            raise ValueError('use_key must be True unless position is '
-                             f"'relative', got position={position!r}")
-        if value_init_std is not None and not value_init_std > 0:
-            raise ValueError('value_init_std must be positive or None, got '
-                             f'{value_init_std}')
+            raise ValueError("use_key must be True unless position='relative'"
+                             f', got use_key=False, position={position!r}')
+        if value_init_std is not None and not (
+                0 < check_finite('value_init_std', value_init_std) < 1e6):
+            raise ValueError('value_init_std must be positive and below 1e6, '
+                             f'or None, got {value_init_std}')
         self.position = position
         self.use_key = use_key
         self.value_init_std = value_init_std

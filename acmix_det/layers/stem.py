@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from acmix_det.ops.checks import check_positive_int
+from acmix_det.ops.checks import check_size
 
 
 @MODELS.register_module('SASAStem')
@@ -61,11 +61,12 @@ class SASAStem2d(nn.Module):
                  num_mixtures: int = 4,
                  block_size: int = 4) -> None:
         super().__init__()
-        self.in_channels = check_positive_int('in_channels', in_channels)
-        self.out_channels = check_positive_int('out_channels', out_channels)
-        self.num_heads = check_positive_int('num_heads', num_heads)
-        self.num_mixtures = check_positive_int('num_mixtures', num_mixtures)
-        self.block_size = check_positive_int('block_size', block_size)
+        self.in_channels = check_size('in_channels', in_channels)
+        self.out_channels = check_size('out_channels', out_channels)
+        self.num_heads = check_size('num_heads', num_heads)
+        self.num_mixtures = check_size('num_mixtures', num_mixtures)
+        # attention between all pixels of a block: the fourth power of it
+        self.block_size = check_size('block_size', block_size, most=64)
         if out_channels % num_heads:
             raise ValueError(
                 'out_channels must be divisible by num_heads, got '

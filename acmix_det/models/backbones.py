@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from acmix_det.checkpoints import some_of
 from acmix_det.layers.base import AttentionConv2d
 from acmix_det.layers.conv_fit import expected_relu
-from .pretrained import count, load_fitting, read_weights
+from acmix_det.ops.checks import check_int, check_list, check_size
+from .pretrained import check_init_cfg, count, load_fitting, read_weights
 from .swap import resolve_attn_cfg, swap_conv
 
 # the 3x3 convolutions of a block
@@ -67,19 +68,20 @@ class AttnResNet(ResNet):
                  stage_with_attn: Optional[Sequence[bool]] = None,
                  attn_stem: Optional[dict] = None,
                  **kwargs) -> None:
-        if depth not in self.arch_settings:
+        if depth not in [*self.arch_settings]:  # of any type
             raise ValueError(f'depth must be one of '
                              f'{sorted(self.arch_settings)}, got {depth!r}')
         if kwargs.get('pretrained') is not None:
             raise ValueError(
                 'pretrained must be None, use init_cfg=dict(type="Pretrained",'
                 f' checkpoint=...) instead, got {kwargs["pretrained"]!r}')
-        num_stages = kwargs.get('num_stages', 4)
+        check_init_cfg(kwargs.get('init_cfg'))
+        num_stages = check_size('num_stages', kwargs.get('num_stages', 4),
+                                most=4)
         if stage_with_attn is None:
             stage_with_attn = (True, ) * num_stages
-        if isinstance(stage_with_attn, str) or not isinstance(
-                stage_with_attn, Sequence) or not all(
-                    isinstance(x, bool) for x in stage_with_attn):
+        if not isinstance(stage_with_attn, Sequence) or not all(
+                isinstance(x, bool) for x in stage_with_attn):
             raise TypeError('stage_with_attn must be a list or tuple of bool, '
                             f'got {stage_with_attn!r}')
         if len(stage_with_attn) != num_stages:
@@ -89,12 +91,15 @@ class AttnResNet(ResNet):
         if not any(stage_with_attn) and attn_stem is None:
             raise ValueError('stage_with_attn must be True for some stage '
                              f'(or use ResNet), got {tuple(stage_with_attn)}')
-        frozen = kwargs.get('frozen_stages', -1)
+        frozen = check_int('frozen_stages', kwargs.get('frozen_stages', -1))
         if frozen > num_stages:
             raise ValueError(f'frozen_stages must be at most num_stages='
                              f'{num_stages}, got {frozen}')
-        out_indices = tuple(kwargs.get('out_indices', range(num_stages)))
-        if (not out_indices or list(out_indices) != sorted({*out_indices})
+        out_indices = check_list(
+            'out_indices', kwargs.get('out_indices', range(num_stages)))
+        increasing = sorted({check_int('each of out_indices', i)
+                             for i in out_indices})
+        if (not out_indices or list(out_indices) != increasing
                 or not 0 <= out_indices[0] <= out_indices[-1] < num_stages):
             raise ValueError(
                 'out_indices must be increasing stages from 0 to '
@@ -181,7 +186,7 @@ class AttnResNet(ResNet):
                 convolution to imitate.
         """
         cfg = self.init_cfg
-        kind = cfg['type'] if isinstance(cfg, dict) else None
+        kind = cfg.get('type', 'Pretrained') if isinstance(cfg, dict) else None
         if kind in ('Pretrained', 'WarmStart'):
             state = read_weights(cfg)
             summary = load_fitting(self, state, cfg['checkpoint'])

@@ -7,6 +7,34 @@ from torch import Tensor, nn
 from acmix_det.checkpoints import some_of, unwrap_state_dict
 
 
+def check_init_cfg(init_cfg: object) -> None:
+    """Raise unless it can be the ``init_cfg`` of a backbone.
+
+    Args:
+        init_cfg (object): What a config holds.
+
+    Raises:
+        TypeError: If it, its checkpoint or its prefix has the wrong type.
+        ValueError: If it has no type, or no checkpoint where it needs one.
+    """
+    cfgs = init_cfg if isinstance(init_cfg, list) else [init_cfg]
+    if init_cfg is not None and not all(isinstance(x, dict) for x in cfgs):
+        raise TypeError('init_cfg must be a dict, a list of dicts or None, '
+                        f'got {init_cfg!r}')
+    if not isinstance(init_cfg, dict):
+        return
+    kind = init_cfg.get('type', 'Pretrained')
+    if kind in ('Pretrained', 'WarmStart') and 'checkpoint' not in init_cfg:
+        raise ValueError(
+            "init_cfg must have a checkpoint where its type is 'Pretrained' "
+            f"(also without a type) or 'WarmStart', got {init_cfg!r}")
+    for key in ('checkpoint', 'prefix'):
+        value = init_cfg.get(key)
+        if key in init_cfg and not (isinstance(value, str) or
+                                    key == 'prefix' and value is None):
+            raise TypeError(f"init_cfg['{key}'] must be a str, got {value!r}")
+
+
 def read_weights(cfg: dict) -> Dict[str, Tensor]:
     """Read the weights that an ``init_cfg`` names.
 

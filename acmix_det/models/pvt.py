@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from acmix_det.layers.acmix import init_shift_conv_, shift_conv
-from acmix_det.ops.checks import check_positive_int
-from .pretrained import (load_fitting, read_weights,
+from acmix_det.ops.checks import (check_conv_kernel_size, check_list,
+                                  check_size, check_stages)
+from .pretrained import (check_init_cfg, load_fitting, read_weights,
                          start_as_plain_attention)
 from .swap import resolve_attn_cfg
 
@@ -77,10 +78,8 @@ class ACmixSpatialReductionAttention(nn.Module):
                  conv_kernel_size: int = 3,
                  num_shift_sets: int = 1) -> None:
         super().__init__()
-        if check_positive_int('conv_kernel_size', conv_kernel_size) % 2 == 0:
-            raise ValueError('conv_kernel_size must be odd, got '
-                             f'{conv_kernel_size}')
-        check_positive_int('num_shift_sets', num_shift_sets)
+        check_conv_kernel_size(conv_kernel_size)
+        check_size('num_shift_sets', num_shift_sets)
         self.attn = attn.attn
         self.proj_drop = attn.proj_drop
         self.dropout_layer = attn.dropout_layer
@@ -230,8 +229,8 @@ class ACmixPyramidVisionTransformer(PyramidVisionTransformer):
         if attn_cfg.pop('type') is not ACmixSpatialReductionAttention:
             raise ValueError("attn_cfg must have no 'type', which is always "
                              'ACmixSpatialReductionAttention here')
-        kwargs.setdefault('paddings',
-                          ['corner'] * kwargs.get('num_stages', 4))
+        num_stages = check_size('num_stages', kwargs.get('num_stages', 4))
+        kwargs.setdefault('paddings', ['corner'] * num_stages)
         _check_arguments(**kwargs)
         super().__init__(**kwargs)
         for _, blocks, _ in self.layers:
@@ -281,7 +280,9 @@ def _check_arguments(num_stages=4,
                      mlp_ratios=(8, 8, 4, 4),
                      out_indices=(0, 1, 2, 3),
                      pretrained=None,
+                     init_cfg=None,
                      **kwargs) -> None:
+    check_init_cfg(init_cfg)
     if pretrained is not None:
         raise ValueError(
             'pretrained must be None, use init_cfg=dict(type="Pretrained", '
@@ -292,9 +293,8 @@ def _check_arguments(num_stages=4,
                         ('mlp_ratios', mlp_ratios)):
         # mmdet allows more entries of the last two
         spare = name in ('paddings', 'mlp_ratios')
-        if len(value) < num_stages or len(value) > num_stages and not spare:
+        if (len(check_list(name, value)) < num_stages
+                or len(value) > num_stages and not spare):
             raise ValueError(f'{name} must have one entry for each of the '
                              f'num_stages={num_stages}, got {value}')
-    if any(i not in range(num_stages) for i in out_indices):
-        raise ValueError('out_indices must be stages from 0 to '
-                         f'{num_stages - 1}, got {out_indices}')
+    check_stages('out_indices', out_indices, num_stages)

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from acmix_det.checkpoints import some_of
 from acmix_det.layers.patchwise import (ACmixPatchwiseAttention2d,
                                         PatchwiseAttention2d, build_norm)
-from acmix_det.ops.checks import check_positive_int
-from .pretrained import (load_fitting, read_weights,
+from acmix_det.ops.checks import (check_attn_kernel_size, check_int,
+                                  check_list, check_size, check_stages)
+from .pretrained import (check_init_cfg, load_fitting, read_weights,
                          start_as_plain_attention)
 from .swap import resolve_attn_cfg
 
@@ -137,22 +138,23 @@ class SAN(BaseModule):
                  with_cp: bool = False,
                  init_cfg: Optional[dict] = None) -> None:
         super().__init__(init_cfg=init_cfg)
-        if depth not in self.arch_settings:
+        check_init_cfg(init_cfg)
+        if depth not in [*self.arch_settings]:  # of any type
             raise ValueError(f'depth must be one of '
                              f'{sorted(self.arch_settings)}, got {depth!r}')
-        check_positive_int('in_channels', in_channels)
-        if check_positive_int('base_channels', base_channels) % 16:
+        self.in_channels = check_size('in_channels', in_channels)
+        if check_size('base_channels', base_channels) % 16:
             raise ValueError('base_channels must be a multiple of 16, got '
                              f'{base_channels}')
         blocks = self.arch_settings[depth]
+        for size in check_list('attn_kernel_sizes', attn_kernel_sizes):
+            check_attn_kernel_size(size, 'each of attn_kernel_sizes')
         if len(attn_kernel_sizes) != len(blocks):
             raise ValueError(
                 'attn_kernel_sizes must have one entry for the stem and each '
                 f'of the 4 stages, got {attn_kernel_sizes}')
-        if any(i not in range(4) for i in out_indices):
-            raise ValueError('out_indices must be stages from 0 to 3, got '
-                             f'{out_indices}')
-        if frozen_stages not in range(-1, 5):
+        out_indices = check_stages('out_indices', out_indices, 4)
+        if check_int('frozen_stages', frozen_stages) not in range(-1, 5):
             raise ValueError('frozen_stages must be from -1 to 4, got '
                              f'{frozen_stages}')
         attn_cfg = resolve_attn_cfg(attn_cfg, self.attn_class)
@@ -161,7 +163,7 @@ class SAN(BaseModule):
                              f'{self.attn_class.__name__} here')
         self.depth = depth
         self.attn_cfg = attn_cfg
-        self.out_indices = tuple(out_indices)
+        self.out_indices = out_indices
         self.frozen_stages = frozen_stages
         self.norm_cfg = norm_cfg
         self.norm_eval = norm_eval
@@ -205,6 +207,10 @@ class SAN(BaseModule):
             tuple[Tensor]: Of stage i with stride s = 4 * 2**i:
             (B, base_channels * 4 * 2**i, ceil(H / s), ceil(W / s)).
         """
+        if x.dim() != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f'x must have the shape (B, {self.in_channels}, H, W), got '
+                f'{tuple(x.shape)}')
         x = self.stem(x)
         outs = []
         for i, stage in enumerate(self._stages()):

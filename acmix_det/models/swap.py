@@ -29,10 +29,11 @@ def resolve_attn_cfg(attn_cfg: Optional[dict], default_type: str) -> dict:
         raise TypeError(f'attn_cfg must be a dict or None, got {attn_cfg!r}')
     attn_cfg = {'type': default_type, **attn_cfg}
     layer = attn_cfg['type']
-    if not inspect.isclass(layer):
+    # the registry fails on names without a first part
+    if isinstance(layer, str) and layer[:1] not in ('', '.'):
         with MODELS.switch_scope_and_registry(None) as registry:
             layer = registry.get(attn_cfg['type'])
-    if layer is None:
+    if not inspect.isclass(layer):
         raise ValueError("attn_cfg['type'] must be a registered layer such as "
                          f"'SASA' or 'ACmix', got {attn_cfg['type']!r}")
     # a plain convolution would replace nothing; a class may be a host's own

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from acmix_det.checkpoints import convert_acmix, rename_swin, some_of
 from acmix_det.layers.acmix_window import ACmixWindowMSA
-from acmix_det.ops.checks import check_positive_int
-from .pretrained import (load_fitting, read_weights,
+from acmix_det.ops.checks import (check_finite, check_int, check_list,
+                                  check_positive_int, check_stages)
+from .pretrained import (check_init_cfg, load_fitting, read_weights,
                          start_as_plain_attention)
 
 
@@ -160,7 +161,10 @@ def _check_arguments(depths=(2, 2, 6, 2),
                      frozen_stages=-1,
                      pretrained=None,
                      use_abs_pos_embed=False,
+                     qk_scale=None,
+                     init_cfg=None,
                      **kwargs) -> None:
+    check_init_cfg(init_cfg)
     if pretrained is not None:
         raise ValueError(
             'pretrained must be None, use init_cfg=dict(type="Pretrained", '
@@ -169,15 +173,15 @@ def _check_arguments(depths=(2, 2, 6, 2),
         raise ValueError('use_abs_pos_embed must be False (it fits images of '
                          f'one size only), got {use_abs_pos_embed!r}')
     check_positive_int('window_size', window_size)
-    stages = len(depths)
+    if qk_scale is not None:
+        check_finite('qk_scale', qk_scale)
+    stages = len(check_list('depths', depths))
     for name, value in (('num_heads', num_heads), ('strides', strides)):
-        if len(value) != stages:
+        if len(check_list(name, value)) != stages:
             raise ValueError(f'{name} must have one entry for each of the '
                              f'{stages} depths, got {value}')
-    if any(i not in range(stages) for i in out_indices):
-        raise ValueError(f'out_indices must be stages from 0 to {stages - 1}, '
-                         f'got {out_indices}')
-    if not -1 <= frozen_stages <= stages:
+    check_stages('out_indices', out_indices, stages)
+    if not -1 <= check_int('frozen_stages', frozen_stages) <= stages:
         raise ValueError(f'frozen_stages must be from -1 to {stages}, got '
                          f'{frozen_stages}')
 
@@ -200,8 +204,10 @@ def _rename(state: Dict[str, Tensor]) -> Dict[str, Tensor]:
 
 def _resize_table(table: Tensor, own: Tensor) -> Tensor:
     """A position table for the window size of another, (positions, N)."""
+    if table.dim() != 2 or table.shape[1] != own.shape[1]:
+        return table
     old, new = math.isqrt(len(table)), math.isqrt(len(own))
-    if old == new or table.shape[1] != own.shape[1]:
+    if old == new or not old or old**2 != len(table):
         return table
     table = table.T.unflatten(1, (old, old))[None].to(own.dtype)
     table = F.interpolate(table, size=(new, new), mode='bicubic')

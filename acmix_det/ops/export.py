@@ -18,6 +18,22 @@ _EXPORTER_GLOBALS = ('torch.onnx._internal.torchscript_exporter._globals',
                      'torch.onnx._globals')
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export`` or an ONNX exporter reads the model.
+
+    Both exporters take standard operators only. ``torch.compile`` does not
+    count. Before PyTorch 2.7 this is not known inside
+    ``torch.export.export(strict=True)``, whose programs then hold the
+    operators of this package.
+    """
+    if torch.onnx.is_in_onnx_export():
+        return True
+    if hasattr(torch.compiler, 'is_exporting'):  # PyTorch 2.7
+        return torch.compiler.is_exporting()
+    return (torch.compiler.is_compiling()
+            and not torch.compiler.is_dynamo_compiling())
+
+
 def _check_opset() -> None:
     """Refuse an opset in which the operators do not exist."""
     if not (torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()):
@@ -79,11 +95,14 @@ def local_attention(query: Tensor, key: Optional[Tensor], value: Tensor,
         terms.append([(q_k * k).sum(2) for k in windows(key.to(compute))])
     if rel_pos_h is not None:
         half = rel_pos_h.shape[1]
-        along_h = torch.einsum('bndhw,ndk->kbnhw', q[:, :, :half],
-                               rel_pos_h.to(compute)).unsqueeze(-1)
         along_w = torch.einsum('bndhw,ndk->bnhwk', q[:, :, half:],
                                rel_pos_w.to(compute))
-        terms.append([along_h[dy] + along_w for dy in range(kernel)])
+        rows = [along_w] * kernel
+        if half:  # ONNX Runtime before 1.24 crashes on a sum over nothing
+            along_h = torch.einsum('bndhw,ndk->kbnhw', q[:, :, :half],
+                                   rel_pos_h.to(compute)).unsqueeze(-1)
+            rows = [along_h[dy] + along_w for dy in range(kernel)]
+        terms.append(rows)
     if padding_mode == 'mask':
         inside = torch.zeros_like(value[:1, :1, 0], dtype=compute)
         terms.append(windows(inside, border=float('-inf')))

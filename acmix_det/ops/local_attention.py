@@ -1,7 +1,5 @@
 """The public operation: argument checks, choice of backend, custom op."""
 import contextlib
-import math
-from numbers import Real
 from typing import Iterator, List, Optional, Sequence
 
 import torch
@@ -10,7 +8,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import cpu_backend, export, reference, torch_backend, triton_backend
-from .checks import check_attn_kernel_size, check_choice, check_step
+from .checks import (check_attn_kernel_size, check_choice, check_finite,
+                     check_size)
 
 PADDING_MODES = ('mask', 'zeros', 'reflect')
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -95,21 +94,19 @@ def local_attention(query: Tensor,
     """
     _check_tensors(query, key, value, rel_pos_h, rel_pos_w)
     attn_kernel_size = check_attn_kernel_size(attn_kernel_size)
-    stride = check_step('stride', stride)
-    dilation = check_step('dilation', dilation)
+    stride = check_size('stride', stride)
+    dilation = check_size('dilation', dilation)
     _check_rel_pos(query, key, rel_pos_h, rel_pos_w, attn_kernel_size)
-    if isinstance(scale, (bool, Tensor)) or not isinstance(scale, Real):
+    if isinstance(scale, Tensor):
         raise TypeError('scale must be a number (multiply the query for a '
                         f'learned one), got {scale!r}')
-    if not abs(scale) < math.inf:
-        raise ValueError(f'scale must be a finite number, got {scale}')
+    scale = check_finite('scale', scale)
     check_choice('padding_mode', padding_mode, PADDING_MODES)
     backend = _pick_backend(backend, query)
 
     args = (query, key, value, rel_pos_h, rel_pos_w, attn_kernel_size,
-            float(scale), stride, dilation, padding_mode)
-    if (torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
-            or _any_dual(args[:5])):
+            scale, stride, dilation, padding_mode)
+    if export.is_exporting() or _any_dual(args[:5]):
         # standard operators only, which an exported graph can hold and which
         # PyTorch can differentiate in forward mode
         return export.local_attention(*args)

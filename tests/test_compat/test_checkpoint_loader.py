@@ -178,6 +178,13 @@ def test_user_who_trusts_a_file_can_say_so(tmp_path, monkeypatch):
         assert load(tmp_path / 'trusted.pth')['payload'] == 3
 
 
+@pytest.mark.parametrize('content', [b'', b'PK', b'h', b'q', b'r\x01', b'no checkpoint', b'\x80\x02}q\x00('], ids=repr)
+def test_bytes_that_are_no_checkpoint_are_named(content, tmp_path):
+    (tmp_path / 'x.pth').write_bytes(content)
+    with pytest.raises((RuntimeError, pickle.UnpicklingError), match='checkpoint .*x.pth (cannot be read|was not loaded)'):
+        load(tmp_path / 'x.pth')
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match='nothing.pth can not be found'):
         load(tmp_path / 'nothing.pth')

@@ -220,17 +220,30 @@ def test_classes_in_another_order_are_found(check):
 @pytest.mark.parametrize('text, kind, example', [
     ('{"images": [],\n "annotations": [1, }', 'broken JSON',
      'line 2, column 21: '),
+    ('[' * 10**5, 'broken JSON', ''),
     ('[1]', 'not a COCO file', 'holds a list, not an object'),
     ('{"images": 3, "categories": [{"id": 1, "name": "a"}]}',
      'not a COCO file', 'images is no list'),
     ('{"images": [], "categories": [{"id": 1, "name": "a"}]}',
      'not a COCO file', 'images is empty')],
-    ids=['broken', 'list', 'no images', 'empty'])
+    ids=['broken', 'nested', 'list', 'no images', 'empty'])
 def test_file_that_is_not_coco_is_an_error(text, kind, example, tmp_path):
     (tmp_path / 'set.json').write_text(text)
     first = check_coco(str(tmp_path / 'set.json')).findings[0]
     assert (first.level, first.kind, first.count) == ('error', kind, 1)
     assert first.examples[0].startswith(example)
+
+
+def test_number_of_any_length_is_a_finding(tmp_path, content):
+    for digits, kinds in ((400, ('box that is not four numbers', )),
+                          (5000, ('box that is not four numbers',
+                                  'broken JSON'))):  # by Python's version
+        content['annotations'][0]['bbox'] = [5, 6, 10, 7]
+        text = json.dumps(content).replace('[5, 6, 10, 7]',
+                                           f'[5, 6, 10, 1{"0" * digits}]')
+        (tmp_path / 'set.json').write_text(text)
+        report = check_coco(str(tmp_path / 'set.json'))
+        assert report.findings[0].kind in kinds
 
 
 def test_missing_file_is_an_error(tmp_path):

@@ -141,6 +141,43 @@ def test_iteration_based_run(tmp_path, steps):
             == 'unfinished (500 of 1500 iterations)')
 
 
+@pytest.mark.parametrize('line', [
+    '[' * 10**5, '{"step": 1', '[1]', '{"step": "1", "loss": 1.0}',
+    '{"step": null}', '{"step": -1, "time": 1.0}', '{"step": true}',
+    f'{{"step": 1{"0" * 400}, "time": 1.0, "loss": 1.0}}',
+    '{"step": 40, "loss": 1.0, "time": "x", "epoch": 3}',
+    '{"step": 40, "loss": null, "time": 1.0, "epoch": 3}', '\udcff'],
+    ids=lambda line: line[:30])
+def test_lines_that_are_broken_are_left_out(tmp_path, line):
+    write_log(tmp_path, '1', [train_line(10, 0.5), val_line(1, 0.4)])
+    path = tmp_path / '1' / 'vis_data' / 'scalars.json'
+    path.write_bytes(path.read_bytes() + b'\n' + line.encode(
+        'utf-8', 'surrogateescape'))
+    save(tmp_path, 1)
+    run = read_run(tmp_path, Schedule(1))
+    assert run.finished and run.final('coco/bbox_mAP') == 0.4
+    assert run.seconds == pytest.approx(5.)
+
+
+def test_values_that_are_no_finite_numbers_are_no_values(tmp_path):
+    line = train_line(10, 0.5)
+    del line['time'], line['epoch']
+    write_log(tmp_path, '1', [
+        line, {**val_line(1, 'x'), 'coco/bbox_mAP_50': float('inf')}])
+    save(tmp_path, 1)
+    run = read_run(tmp_path, Schedule(1))
+    assert run.finished and run.seconds == 0
+    assert run.final('coco/bbox_mAP') is None
+    assert run.curve('coco/bbox_mAP_50') == ([], [])
+
+
+@pytest.mark.parametrize('content', [b'\xff', b'\0', b'x' * 300, b'', b'..'],
+                         ids=lambda x: repr(x[:5]))
+def test_pointer_to_no_checkpoint_is_none(tmp_path, content):
+    (tmp_path / 'last_checkpoint').write_bytes(content)
+    assert read_run(tmp_path, Schedule(1)).checkpoint is None
+
+
 def test_folder_that_does_not_exist(tmp_path):
     run = read_run(tmp_path / 'none', Schedule(2))
     assert run.status == 'no such directory'

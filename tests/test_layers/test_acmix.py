@@ -201,6 +201,8 @@ def test_start_values():
      'conv_kernel_size must be odd, got 2'),
     (dict(conv_kernel_size=0), ValueError,
      'conv_kernel_size must be positive, got 0'),
+    (dict(conv_kernel_size=33), ValueError,
+     'conv_kernel_size must be at most 31, got 33'),
     (dict(num_shift_sets=1.5), TypeError,
      'num_shift_sets must be an int, got 1.5'),
     (dict(position='relative'), TypeError, 'position'),

@@ -240,6 +240,13 @@ def test_cropping_changes_nothing_far_from_the_cut(layer):
      'num_heads=4; num_heads=[35] would do'),
     (dict(in_channels=0), ValueError, 'in_channels must be positive, got 0'),
     (dict(num_heads=0), ValueError, 'num_heads must be positive, got 0'),
+    # not an hour of looking for divisors, nor a failure in forward only
+    (dict(out_channels=2**31 + 1), ValueError,
+     'out_channels must be at most 65536, got 2147483649'),
+    (dict(in_channels=2**63), ValueError, 'in_channels must be at most 65536'),
+    (dict(stride=2**31), ValueError, 'stride must be at most 65536, got 21'),
+    (dict(dilation=2**17, padding=2**17), ValueError,
+     'dilation must be at most 65536, got 131072'),
     (dict(attn_kernel_size=1024), ValueError,
      'attn_kernel_size must be odd.*got 1024'),
     (dict(attn_kernel_size=0), ValueError,
@@ -274,6 +281,24 @@ def test_repr_shows_what_differs_from_the_defaults(layer):
     for part in ('16, 32', 'kernel_size=(3, 3)', 'num_heads=4',
                  'dilation=(2, 2)', 'bias=False', "backend='torch'"):
         assert part in text
+
+
+@pytest.mark.parametrize('key, changes', [
+    ('SASA', dict(use_key=False)),
+    ('ACmix', dict(conv_kernel_size=5, num_shift_sets=2))])
+def test_repr_leaves_out_what_is_as_by_default(key, changes):
+    hidden = 'dilation', 'bias', 'backend', 'with_cp', *changes
+    layers = [build_conv_layer(dict(type=key, **options), 16, 16, 3, padding=1)
+              for options in ({}, changes)]
+    assert not [name for name in hidden if name in repr(layers[0])]
+    for name, value in changes.items():
+        assert f', {name}={value}' in repr(layers[1])
+
+
+def test_nearest_number_of_heads_is_named(layer):
+    for heads, nearest in ((6, 7), (2, 1)):
+        with pytest.raises(ValueError, match=f'num_heads={nearest} would do'):
+            build(layer, out_channels=7, num_heads=heads)
 
 
 @pytest.mark.parametrize('key', ['SASA', 'ACmix'])

@@ -62,6 +62,12 @@ def test_expected_relu_matches_samples():
                                rtol=0)
 
 
+def test_expected_relu_of_a_constant_is_its_relu():
+    mean = torch.tensor([-2., 0., 3.])
+    torch.testing.assert_close(expected_relu(mean, torch.zeros(3)),
+                               mean.relu())
+
+
 def test_padded_log_gives_the_weights_back():
     weights = torch.tensor([[0.2, 0.5, 0.3], [0., 1., 0.]])
     logits = padded_log(weights, 7, floor=1e-4)

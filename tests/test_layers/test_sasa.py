@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,11 +162,15 @@ def test_start_values_give_logits_of_order_one():
 @pytest.mark.parametrize('change, message', [
     (dict(position='learned'), "position must be one of .*got 'learned'"),
     (dict(use_key=False, position='none'),
-     "use_key must be True .*got position='none'"),
+     "use_key must be True .*got use_key=False, position='none'"),
+    (dict(use_key=2), 'use_key must be a bool, got 2'),
     (dict(value_init_std=0.), 'value_init_std must be positive .*got 0.0'),
+    (dict(value_init_std=1e300), r'value_init_std must .*1e6.*got 1e\+300'),
+    (dict(value_init_std=float('inf')), 'value_init_std must .*got inf'),
+    (dict(value_init_std='0.01'), "value_init_std must be a num.*got '0.01'"),
 ])
 def test_bad_arguments_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         build(**change)
 
 
@@ -231,6 +237,7 @@ def test_stem_blocks_do_not_see_each_other():
     (dict(num_heads=5), 'out_channels=16, num_heads=5'),
     (dict(num_mixtures=0), 'num_mixtures must be positive, got 0'),
     (dict(block_size=-4), 'block_size must be positive, got -4'),
+    (dict(block_size=65), 'block_size must be at most 64, got 65'),
 ])
 def test_bad_stem_arguments_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
@@ -241,6 +248,21 @@ def test_stem_accepts_an_empty_batch():
     assert SASAStem2d(3, 8)(torch.rand(0, 3, 9, 7)).shape == (0, 8, 9, 7)
 
 
-def test_stem_names_a_wrong_input():
-    with pytest.raises(ValueError, match=r'\(B, 3, H, W\), got \(1, 4, 8, 8'):
-        build_stem()(rand(1, 4, 8, 8))
+@pytest.mark.parametrize('shape', [(1, 4, 8, 8), (1, 3, 8), (1, 3, 0, 8),
+                                   (1, 3, 8, 0)], ids=str)
+def test_stem_names_a_wrong_input(shape):
+    with pytest.raises(ValueError, match=re.escape(f'H, W), got {shape}')):
+        build_stem()(rand(*shape))
+
+
+def test_stem_starts_with_logits_and_values_of_order_one():
+    stem = SASAStem2d(64, 512, num_heads=2)  # D = 256
+    expected = dict(query_weight=(64 * 256)**-0.5, key_weight=64**-0.5,
+                    value_weight=(2 / 64)**0.5, rel_pos_h=1, rel_pos_w=1,
+                    mixture_pos_h=1, mixture_pos_w=1,
+                    mixture_weight=256**-0.5)
+    assert set(expected) == set(dict(stem.named_parameters()))
+    for name, std in expected.items():
+        weight = stem.get_parameter(name).detach()
+        assert weight.std().item() == pytest.approx(std, rel=0.15), name
+        assert abs(weight.mean().item()) < std / 5, name

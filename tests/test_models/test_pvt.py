@@ -404,7 +404,8 @@ def test_checkpoint_without_a_fitting_weight_is_an_error(tmp_path):
     dict(type='Xavier', layer='Conv2d'), dict(type='Pretrained'),
     [dict(type='Pretrained', checkpoint='x.pth')]], ids=str)
 def test_other_start_values_are_refused(init_cfg):
-    with pytest.raises(ValueError, match='init_cfg must be None or of type'):
+    with pytest.raises(ValueError, match='init_cfg must (be None or of type|have '
+                       'a checkpoint)'):
         small(init_cfg=init_cfg).init_weights()
 
 
@@ -414,6 +415,10 @@ def test_other_start_values_are_refused(init_cfg):
     (dict(num_heads=[1, 2]), ValueError,
      r'num_heads must have one entry .*num_stages=4, got \[1, 2\]'),
     (dict(sr_ratios=[1]), ValueError, r'sr_ratios must .*got \[1\]'),
+    (dict(sr_ratios=1), TypeError, 'sr_ratios must be a list .*got 1'),
+    (dict(num_stages='4'), TypeError, "num_stages must be an int, got '4'"),
+    (dict(out_indices=3), TypeError, 'out_indices must be a list .*got 3'),
+    (dict(init_cfg='x.pth'), TypeError, "init_cfg must be a dict.*'x.pth'"),
     (dict(mlp_ratios=[1]), ValueError, r'mlp_ratios must .*got \[1\]'),
     (dict(out_indices=(4, )), ValueError,
      r'out_indices must be stages from 0 to 3, got \(4,\)'),

@@ -176,7 +176,7 @@ def test_exported_aggregation_holds_standard_operators_only():
             return patchwise_aggregation(value, weight)
 
     inputs = (torch.rand(1, 4, 6, 5), torch.rand(1, 2, 9, 6, 5))
-    program = torch.export.export(Model(), inputs)
+    program = torch.export.export(Model(), inputs, strict=False)
     assert 'acmix_det' not in str(program.graph)
     assert_close(program.module()(*inputs), patchwise_aggregation(*inputs))
 
@@ -559,10 +559,14 @@ def test_frozen_layers_without_loaded_weights_warn(plain, recwarn):
     (dict(base_channels=16), ValueError,
      'share_planes must divide out_channels, got share_planes=8, '
      'out_channels=4'),
+    (dict(attn_kernel_sizes=7), TypeError,
+     'attn_kernel_sizes must be a list or tuple, got 7'),
+    (dict(norm_cfg=None), TypeError, 'norm_cfg must be a dict.*got None'),
+    (dict(norm_cfg=dict(type='Norm')), ValueError, "norm_cfg must.*'Norm'"),
     (dict(attn_kernel_sizes=(3, 7)), ValueError,
      r'attn_kernel_sizes must .*got \(3, 7\)'),
     (dict(attn_kernel_sizes=(3, 7, 7, 7, 8)), ValueError,
-     'attn_kernel_size must be odd.*got 8'),
+     'each of attn_kernel_sizes must be odd.*got 8'),
     (dict(out_indices=(0, 4)), ValueError,
      r'out_indices must be stages from 0 to 3, got \(0, 4\)'),
     (dict(frozen_stages=5), ValueError,
@@ -613,3 +617,10 @@ def test_shapes_that_do_not_fit_are_refused(value, weight, name):
     with pytest.raises(ValueError, match=f'{name} must .*got') as error:
         patchwise_aggregation(torch.rand(value), torch.rand(weight))
     assert shape in str(error.value)
+
+
+@BACKBONES
+def test_wrong_images_are_named_with_their_shape(cls):
+    with pytest.raises(ValueError, match=r'x must have the shape '
+                       r'\(B, 3, H, W\), got \(1, 4, 9, 9\)'):
+        small(cls)(torch.rand(1, 4, 9, 9))

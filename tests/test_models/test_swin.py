@@ -478,6 +478,15 @@ def test_position_tables_of_another_window_are_interpolated(save, log):
     assert '4 position tables interpolated' in log.text
 
 
+@pytest.mark.parametrize('shape', [(), (3, ), (0, 2), (170, 2), (25, 2, 1)],
+                         ids=str)
+def test_position_tables_of_no_window_are_not_used(save, log, shape):
+    name = 'stages.0.blocks.0.attn.w_msa.relative_position_bias_table'
+    state = dict(small().state_dict(), **{name: torch.ones(shape)})
+    small(init_cfg=pretrained(save(state))).init_weights()
+    assert f'1 ({name}) start new' in log.text
+
+
 @pytest.mark.parametrize('change', [dict(prefix='neck'), {}], ids=str)
 def test_checkpoint_without_a_fitting_weight_is_an_error(change, save):
     path = save(mmdet_names('encoder.'))
@@ -505,10 +514,15 @@ def test_frozen_stage_warns_of_what_the_checkpoint_lacks(save, recwarn):
     (dict(strides=(4, 2, 2)), r'strides must .*2 depths, got \(4, 2, 2\)'),
     (dict(out_indices=(0, 2)), r'out_indices must .*0 to 1, got \(0, 2\)'),
     (dict(window_size=0), 'window_size must be positive, got 0'),
+    (dict(depths=2), 'depths must be a list or tuple, got 2'),
+    (dict(out_indices='01'), "out_indices must be a list or .*got '01'"),
+    (dict(qk_scale={}), r'qk_scale must be a number, got \{\}'),
+    (dict(init_cfg='x.pth'), "init_cfg must be a dict.*got 'x.pth'"),
+    (dict(frozen_stages=1.5), 'frozen_stages must be an int, got 1.5'),
     (dict(frozen_stages=3), 'frozen_stages must be from -1 to 2, got 3'),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else '')
 def test_bad_arguments_are_named_with_their_value(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         small(**arguments)
 
 

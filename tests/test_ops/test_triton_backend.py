@@ -46,7 +46,7 @@ def test_kernels_match_reference_on_a_gpu():
 
 def compile_kernel(kernel, arguments, capability):
     """Compile a launch for a GPU that need not be there."""
-    from triton.backends.compiler import GPUTarget
+    from triton.backends import compiler as backend
     from triton.compiler import ASTSource, compile
     pointers = {
         torch.float32: '*fp32',
@@ -63,7 +63,7 @@ def compile_kernel(kernel, arguments, capability):
         if parameter.is_constexpr or value is None or (isinstance(
                 value, int) and value == 1):
             signature[parameter.name] = 'constexpr'
-            constants[(i, )] = value
+            constants[parameter.name] = value
         elif isinstance(value, float):
             signature[parameter.name] = 'fp32'
         else:
@@ -73,9 +73,12 @@ def compile_kernel(kernel, arguments, capability):
             if is_tensor or value % 16 == 0:
                 hints[(i, )] = [['tt.divisibility', 16]]
     assert not arguments, arguments
+    if hasattr(backend, 'AttrsDescriptor'):  # Triton 3.2
+        signature = {k: v for k, v in signature.items() if k not in constants}
+        hints = backend.AttrsDescriptor.from_hints({i: 16 for i, in hints})
     return compile(
         ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget('cuda', capability, 32), options=options)
+        target=backend.GPUTarget('cuda', capability, 32), options=options)
 
 
 @needs_triton
