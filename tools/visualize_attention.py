@@ -11,6 +11,7 @@ Example:
 import argparse
 import os.path as osp
 import sys
+import textwrap
 from pathlib import Path
 
 from mmengine.config import Config
@@ -68,8 +69,12 @@ def load_model(args, cfg):
         load_checkpoint(
             model, args.checkpoint, 'cpu', strict=True, logger='silent')
     except (RuntimeError, KeyError, TypeError) as error:
+        # one line for each kind of difference, which may name every key
+        lines = [textwrap.shorten(line, 200, placeholder=' ...')
+                 for line in str(error).splitlines() if line]
         raise ValueError('checkpoint must hold the weights of the config, '
-                         f'got {args.checkpoint}: {error}') from error
+                         f'got {args.checkpoint}: ' + '\n'.join(lines[:5])
+                         ) from error
     return model
 
 

@@ -96,6 +96,7 @@ def test_checkpoint_is_loaded_or_refused_as_a_whole(run):
     code, _ = run(SASA, 'weights.pth', '--list')
     assert 'checkpoint must hold the weights of the config, got ' \
         'weights.pth' in code
+    assert 'unexpected key' in code and len(code) < 1000
 
 
 @pytest.mark.parametrize('point', [(69.6, 20.4), None], ids=['click', 'close'])
