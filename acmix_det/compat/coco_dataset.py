@@ -51,8 +51,8 @@ def check_categories(content, classes, ann_file):
         ann_file (str): Name of the file.
 
     Raises:
-        FaultError: None of the classes is a category, one differs from a category by case, spaces, `_` or `-` only, or
-            two categories have the name of one class.
+        FaultError: None of the classes is a category, one differs from a category by case, spaces, `_` or `-` only, one
+            that is no category would shift the labels of others, or two categories have the name of one class.
     """
     names = [category['name'] for category in content['categories']]
     wanted, found, spare = set(classes), [], {}
@@ -72,6 +72,10 @@ def check_categories(content, classes, ann_file):
         raise FaultError(f'categories of {ann_file} must have different names, got {twice[0]!r} more than once')
     warnings = [f'the classes {missing} are no categories'] if missing else []
     unequal = [(label, *pair) for label, pair in enumerate(zip(classes, found)) if pair[0] != pair[1]]
+    if missing and unequal:
+        raise FaultError(f'classes must be categories of {ann_file}, got classes={list(classes)}, and the categories '
+                         f'are {names}: without {missing[0]!r} label {unequal[0][0]} is {unequal[0][2]!r} and not '
+                         f'{unequal[0][1]!r}')
     if unequal:
         warnings.append('label {} is {!r} by the classes of the config and {!r} in the file: mmdet numbers the '
                         'categories that are classes, in the order of the file'.format(*unequal[0]))

@@ -17,16 +17,21 @@ class MissingFileError(FaultError, FileNotFoundError):
 
 @contextmanager
 def end_with_message():
-    """End the script with exit status 1 and one message, without a traceback, on a FaultError or a full disk."""
+    """End the script with exit status 1 and one message, without a traceback.
+
+    So it does on a FaultError, on a full disk, and on a folder that cannot be made or written to.
+    """
     try:
         yield
     except FaultError as error:
         # A worker of a data loader puts its own traceback before the message.
         sys.exit('error: ' + str(error).rpartition(f'{FaultError.__name__}: ')[2].rstrip())
     except OSError as error:
-        if error.errno not in FULL or error.filename is None:
-            raise
-        sys.exit(f'error: {error.filename} was not written: {error.strerror}. {MAKE_ROOM}')
+        if error.errno in FULL:
+            sys.exit(f'error: {error.filename or "a file of the work dir"} was not written: {error.strerror}. {MAKE_ROOM}')
+        if isinstance(error, (FileExistsError, NotADirectoryError, PermissionError)) and error.filename is not None:
+            sys.exit(f'error: {error.filename}: {error.strerror}')
+        raise
 
 
 def is_local(path, backend_args=None):

@@ -50,7 +50,7 @@ def run(digits, tmp_path, monkeypatch):
         except SystemExit as caught:
             message = caught.code
         logs = sorted(work_dir.glob('*/*.log'), key=os.path.getmtime)
-        return message, logs[-1].read_text()
+        return message, logs[-1].read_text() if logs else ''
 
     return SimpleNamespace(
         start=start, work_dir=tmp_path / 'work',
@@ -205,10 +205,15 @@ def test_classes_that_are_no_categories_are_refused_with_both_lists(run):
     assert 'Epoch(' not in log
 
 
-def test_labels_that_mmdet_numbers_otherwise_give_a_warning(run):
+def test_last_class_that_is_no_category_gives_a_warning(run):
     message, log = run.start(
-        extra=classes(list('0a23456789')) + 'train_cfg["max_epochs"] = 1\n')
+        extra=classes(list('012345678a')) + 'train_cfg["max_epochs"] = 1\n')
     assert message is None
     for split in ('train', 'val'):
-        assert f"WARNING - {run.ann_file.parent}/{split}.json: the classes " \
-            "['a'] are no categories; label 1 is 'a' by the classes" in log
+        assert (f"WARNING - {run.ann_file.parent}/{split}.json: the classes "
+                "['a'] are no categories") in log
+
+
+def test_work_dir_that_is_a_file_is_named(run):
+    run.work_dir.touch()
+    assert run.start()[0] == f'error: {run.work_dir}: File exists'
