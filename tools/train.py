@@ -8,6 +8,7 @@ import sys
 
 from mmengine.config import Config, DictAction
 
+from acmix_det.compat.cpu_training import end_gloo_process
 from acmix_det.compat.faults import end_with_message
 from acmix_det.compat.mmdet_tools import run_mmdet_tool
 from acmix_det.datasets import check_classes
@@ -33,3 +34,4 @@ if __name__ == '__main__':
     check_config(sys.argv[1:])
     with end_with_message():
         run_mmdet_tool('train', sys.argv[1:])
+    end_gloo_process()

@@ -5,6 +5,8 @@ of that device, and refuses mixed precision on CPUs.
 """
 import atexit
 import functools
+import os
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -55,6 +57,20 @@ def leave_process_group():
     """End gloo's threads, which otherwise abort a process that ends before them."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def end_gloo_process():
+    """End a process of several that has done its work; without gloo do nothing.
+
+    What still refers to the group, such as the reducer of DDP, keeps gloo's threads alive, and PyTorch's destructors then
+    abort the process now and then. They are left out here; functions registered with `atexit` run.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_backend() != 'gloo':
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def enable_cpu_training():

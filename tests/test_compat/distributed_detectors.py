@@ -15,6 +15,7 @@ from mmengine.config import Config
 from mmengine.dist import init_dist
 from mmengine.model import MMDistributedDataParallel
 
+from acmix_det.compat.cpu_training import end_gloo_process
 from acmix_det.evaluation import build_detector
 from mmdet.structures.mask import BitmapMasks  # isort: skip  needs mmcv.ops
 from tests.test_models.test_detectors import batch
@@ -142,3 +143,4 @@ def main():
 
 if __name__ == '__main__':
     main()
+    end_gloo_process()

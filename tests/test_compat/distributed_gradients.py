@@ -5,6 +5,7 @@ from mmengine.dist import init_dist
 from mmengine.model import MMDistributedDataParallel
 from torch import nn
 
+from acmix_det.compat.cpu_training import end_gloo_process
 from acmix_det.models import (ACmixPyramidVisionTransformer, ACmixResNet,
                               ACmixSAN, ACmixSwinTransformer, SASAFPN)
 
@@ -83,3 +84,4 @@ def main():
 
 if __name__ == '__main__':
     main()
+    end_gloo_process()

@@ -11,6 +11,7 @@ from mmengine.model.wrappers import MMFullyShardedDataParallel
 from mmengine.registry import HOOKS
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from acmix_det.compat.cpu_training import end_gloo_process
 from acmix_det.compat.mmdet_tools import run_mmdet_tool
 from tests.test_compat.distributed_gradients import CASES, Loss, gradients
 
@@ -61,3 +62,4 @@ def main():
 
 if __name__ == '__main__':
     main()
+    end_gloo_process()

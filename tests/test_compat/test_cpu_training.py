@@ -110,6 +110,26 @@ def test_two_processes_train_and_evaluate(tmp_path):
     assert (tmp_path / 'run' / 'epoch_1.pth').is_file()
 
 
+@needs_cpu
+def test_process_of_several_ends_without_destructors(tmp_path):
+    code = ('import atexit, builtins, torch\n'
+            'from acmix_det.compat.cpu_training import end_gloo_process\n'
+            'class Loud:\n'
+            '    def __del__(self, print=print):\n'
+            '        print("destroyed", flush=True)\n'
+            'end_gloo_process()\n'
+            'print("no group")\n'
+            'atexit.register(print, "registered")\n'
+            'torch.distributed.init_process_group("gloo", '
+            f'init_method="file://{tmp_path}/store", rank=0, world_size=1)\n'
+            'builtins.loud = Loud()\n'
+            'end_gloo_process()\n')
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ['no group', 'registered']
+
+
 def test_installing_twice_wraps_once():
 
     def wrapped():
