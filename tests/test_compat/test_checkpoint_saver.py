@@ -225,8 +225,19 @@ def test_second_installation_changes_nothing():
     assert functions == [runner.save_checkpoint, CheckpointHook._save_best_checkpoint, LocalBackend.put]
 
 
-@pytest.mark.parametrize('error', [PermissionError(errno.EACCES, 'Permission denied', 'a'), no_space(), KeyError('a')],
-                         ids=['permission', 'no name', 'other'])
+@pytest.mark.parametrize('error, message', [
+    (PermissionError(errno.EACCES, 'Permission denied', 'a'), 'error: a: Permission denied'),
+    (FileExistsError(errno.EEXIST, 'File exists', 'a'), 'error: a: File exists'),
+    (no_space(), 'error: a file of the work dir was not written: No space left on device. ')],
+    ids=['permission', 'file', 'no name'])
+def test_folder_or_disk_that_takes_no_file_ends_with_a_message(error, message):
+    with pytest.raises(SystemExit) as caught, end_with_message():
+        raise error
+    assert caught.value.code.startswith(message)
+
+
+@pytest.mark.parametrize('error', [KeyError('a'), FileNotFoundError(errno.ENOENT, 'No such file', 'a'),
+                                   PermissionError('no file')], ids=['key', 'missing', 'no name'])
 def test_other_errors_keep_their_traceback(error):
     with pytest.raises(type(error)) as caught, end_with_message():
         raise error
